@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import difflib
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from .. import compat, session
 from ..pattern import Sparse
 from ..policy.profile import Site
 from ..policy.worth import Policy
+from ..private_copy import private_copy
 from ..reporting.findings import Density, Pending, bytes_text
 from ..reporting.graphs import GraphNode, describe
 from ..reporting.records import AS_WRITTEN, Report
@@ -172,9 +172,9 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
 
     The patterns are those of the enabled session, or all. Where a pattern names tensors that are mostly zeros,
     the report's `densities` say how many there were in this call. Nothing is generated, cached or kept: the
-    graphs run unrewritten, on copies of the arguments and of the module (a module that cannot be
-    copied, or that the function refers to, has its buffers put back), under your grad mode, and the
-    random state is restored. Code that torch.compile holds already stays compiled.
+    graphs run unrewritten, on copies of the arguments and of the modules that the function uses (one that cannot be
+    copied has its buffers put back), under your grad mode, and the random state is restored. Code that torch.compile
+    holds already stays compiled.
 
     `verify=True` runs the graphs rewritten, each rewrite beside the operations it replaces and a
     reference in fp64 (see `enable`); the report's `checks` say how they compare. A function that
@@ -344,65 +344,36 @@ def _isolated(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """`fn` and its arguments such that running them changes nothing of the caller's."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _clone, (args, kwargs))
-    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    if isinstance(owner, nn.Module):
+
+    def duplicate(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        _copy_lazily(module, memo)
         try:
-            copied = copy.deepcopy(owner, _lazy_copies(owner))
+            return copy.deepcopy(module, memo)
         except Exception:  # non-leaf tensors, handles, locks: whatever a module may hold
-            stack.enter_context(_buffers_kept(owner))
-        else:
-            fn = copied if fn is owner else fn.__func__.__get__(copied)
-    for module in _modules_of(fn):
-        stack.enter_context(_buffers_kept(module))
-    if isinstance(fn, types.FunctionType):
-        # A code object of its own: what Dynamo remembers of the original (skip it, too many
-        # recompiles) is not asked, and nothing is remembered of this call.
-        fresh = types.FunctionType(
-            fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-        )
-        fresh.__kwdefaults__ = fn.__kwdefaults__
-        fresh.__dict__.update(fn.__dict__)
-        fresh.__module__, fresh.__qualname__ = fn.__module__, fn.__qualname__
-        fn = fresh
-    return fn, args, kwargs
+            stack.enter_context(_buffers_kept(module))
+            return module
+
+    return private_copy(fn, duplicate)[0], args, kwargs
 
 
-def _lazy_copies(module: nn.Module) -> dict[int, Any]:
-    """A memo for `deepcopy` in which the module's tensors share their memory until they are written
-    to: a large model is not doubled."""
-    memo: dict[int, Any] = {}
+def _copy_lazily(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Enter the module's tensors in a memo of `deepcopy` as copies that share their memory until they are written to:
+    a large model is not doubled."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.is_leaf:
+        plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.is_leaf
+        if not plain or id(tensor) in memo:
             continue
         new = compat.lazy_clone(tensor.detach())
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)
         new.__dict__.update(tensor.__dict__)
         memo[id(tensor)] = new
-    return memo
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _modules_of(fn: Any) -> list[nn.Module]:
-    """The modules a function names in its closure or globals, or that a method's object holds."""
-    function = getattr(fn, "__func__", fn)
-    if not isinstance(function, types.FunctionType):
-        return []
-    found: list[Any] = [function.__globals__.get(name) for name in function.__code__.co_names]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    found += (
-        list(vars(fn.__self__).values())
-        if hasattr(getattr(fn, "__self__", None), "__dict__")
-        else []
-    )
-    return [value for value in found if isinstance(value, nn.Module)]
 
 
 @contextlib.contextmanager

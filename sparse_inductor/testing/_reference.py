@@ -16,6 +16,7 @@ from torch import fx, nn
 from .. import compat, session
 from ..explanation.explain import Capture, Explanation, random_state_kept
 from ..pattern import Pattern
+from ..private_copy import private_copy
 from ..verify.accuracy import (
     Comparison,
     InDouble,
@@ -27,7 +28,6 @@ from ..verify.accuracy import (
     to_double,
 )
 from ._assertions import known
-from ._copying import private_copy
 from ._messages import failure, nearest, shown_rewrites
 from ._variation import varied
 

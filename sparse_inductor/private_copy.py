@@ -12,8 +12,11 @@ from torch import nn
 __all__ = ["private_copy"]
 
 
-def private_copy(fn: Callable[..., Any]) -> tuple[Any, list[nn.Module]]:
-    """`fn` as it is, but working on copies of the modules it uses; and those copies.
+def private_copy(
+    fn: Callable[..., Any], duplicate: Callable[[Any, dict[int, Any]], Any] = copy.deepcopy
+) -> tuple[Any, list[nn.Module]]:
+    """`fn` as it is, but working on copies of the modules it uses; and those copies. duplicate: makes one, given what
+    has been copied so far as `copy.deepcopy` takes it.
 
     Modules are found where `fn` is one or a method of one, in a function's closure and globals, and among the
     attributes of the object that a method belongs to. What a module holds beyond tensors may be shared.
@@ -24,7 +27,7 @@ def private_copy(fn: Callable[..., Any]) -> tuple[Any, list[nn.Module]]:
     def copied(value: Any) -> Any:
         if not isinstance(value, nn.Module):
             return value
-        new = copy.deepcopy(value, memo)
+        new = duplicate(value, memo)
         if all(new is not m for m in modules):
             modules.append(new)
         return new
@@ -51,6 +54,8 @@ def private_copy(fn: Callable[..., Any]) -> tuple[Any, list[nn.Module]]:
     own = {name: copied(v) for name, v in named.items() if isinstance(v, nn.Module)}
     # Without modules among them the globals stay the same object, so that a function sees them change.
     space = {**fn.__globals__, **own} if own else fn.__globals__
+    # A code object of its own: what Dynamo remembers of the original (skip it, too many recompiles) is not asked, and
+    # nothing is remembered of the copy.
     code = fn.__code__.replace()
     new = types.FunctionType(code, space, fn.__name__, fn.__defaults__, tuple(cells))
     new.__kwdefaults__ = fn.__kwdefaults__
