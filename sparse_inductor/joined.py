@@ -111,7 +111,7 @@ def _returns_a_view_twice(graph: fx.Graph) -> bool:
     """Whether AOTAutograd may make the views that the graph returns of a tensor of its own, of which autograd does not
     follow all, in one another's shape."""
     results = [t for n in graph.output_node().all_input_nodes for t in tensors_in(fake(n))]
-    views = (storages(t) for t in results if t.requires_grad and t._is_view())
+    views = (storages(t) for t in results if t.requires_grad and compat.is_view(t))
     others = (storages(t) for t in results if not t.requires_grad)
     given = (storages(fake(n)) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
     return bool(_all(views) & _all(others) - _all(given))

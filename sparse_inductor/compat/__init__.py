@@ -71,6 +71,7 @@ from .runtime import (
     exporting,
     forward_ad_active,
     functional_mode,
+    is_view,
     keeps_operators,
     launch_settings,
     lazy_clone,

@@ -239,6 +239,11 @@ def coo_entries(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return t._indices(), t._values()
 
 
+def is_view(t: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another one that autograd knows of."""
+    return t._is_view()
+
+
 def marked_as_parameter(t: Any) -> bool:
     """Whether a fake tensor stands for a module's parameter."""
     return bool(getattr(t, "_is_param", False))
