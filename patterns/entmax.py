@@ -143,14 +143,18 @@ class Entmax(Recogniser):
     def worth(self, match: RowsMatch, view: GraphView) -> Worth:
         source = fake(match.found.source)
         name = view.name_of(match.found.node)
-        # What Inductor makes of sparsemax with a backward on a CPU is slower than the operator on short rows, too.
-        sorts = name == "entmax15" or (name == "sparsemax" and not source.requires_grad)
+        # What Inductor makes of sparsemax with a backward in fp32 is slower than the operator on short rows, too.
+        learns = source.requires_grad
+        sorts = name == "entmax15" or (
+            name == "sparsemax" and not (learns and source.dtype == torch.float32)
+        )
         return look_up(
             NAME,
             source.device,
             elements=expected_elements(source.shape),
             columns=expected(source.shape[match.found.dim]),
             sorts=sorts,
+            training=int(learns),
         )
 
     def resolve(

@@ -25,6 +25,8 @@ __all__ = ["backward", "compute_dtype", "forward"]
 _CPU_CHUNK = 1 << 18
 # On a GPU a chunk only bounds the workspace: two buffers of 512 MiB in fp64.
 _GPU_CHUNK = 1 << 26
+# Columns up to which the sums over a CPU's rows are faster across them: 1.9 times at 8, 1.3 at 16, none at 32.
+_NARROW = 16
 # Column classes whose maxima give the first bound; rows of fewer than four times as many start from y = 1.
 _CLASSES = 32
 # A Newton step this small relative to y is below what fp32 (fp64) tells apart.
@@ -57,10 +59,19 @@ def forward(x: Tensor, alpha: Alpha, dim: int, undefined: str = "") -> Tensor:
     if isinstance(alpha, Tensor):
         rows.append(alpha.movedim(dim, -1).to(dt))
     for x_, out_, *alpha_ in _chunks(rows, chunk_size(x.device)):
-        z = torch.empty(x_.shape, dtype=dt, device=x.device).copy_(x_)
+        z = _scores(x_, dt)
         solve_(z, alpha_[0] if alpha_ else alpha, undefined)
         out_.copy_(z)
     return out
+
+
+def _scores(x: Tensor, dt: torch.dtype) -> Tensor:
+    """A copy to solve in. Of narrow rows on a CPU the columns lie one behind the other: a sum over a row takes many
+    rows at a time."""
+    if x.is_cpu and x.shape[-1] <= _NARROW:
+        columns = x.movedim(-1, 0).to(dt, memory_format=torch.contiguous_format, copy=True)
+        return columns.movedim(0, -1)
+    return torch.empty(x.shape, dtype=dt, device=x.device).copy_(x)
 
 
 def backward(
@@ -145,7 +156,7 @@ def _has_no_threshold(peak: Tensor, alpha: Alpha, undefined: str) -> Tensor:
 def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
     """Turns scores z [..., n] into probabilities, in place; returns y [..., 1], the largest of each row.
 
-    z is contiguous; y has `y_dtype`. A row of -inf becomes zeros (y = 1), one with NaN or +inf becomes NaN, unless
+    z has no gaps; y has `y_dtype`. A row of -inf becomes zeros (y = 1), one with NaN or +inf becomes NaN, unless
     `undefined` (`ops.entmax`) says otherwise.
     """
     classes = _class_maxima(z)
@@ -256,8 +267,12 @@ def _newton(s: Tensor, power: int, t: Tensor) -> tuple[Tensor, bool]:
             step = (u.sum(-1, keepdim=True) - 1) / u.sign().sum(-1, keepdim=True)
         else:
             if power == 2:
-                norm = torch.linalg.vector_norm(u, 2, -1, True)
                 slope = u.sum(-1, keepdim=True)
+                norm = (
+                    torch.linalg.vector_norm(u, 2, -1, True)
+                    if u.stride(-1) == 1
+                    else u.square_().sum(-1, keepdim=True).sqrt_()
+                )
             else:
                 lower = u.pow(power - 1)
                 slope = lower.sum(-1, keepdim=True)
