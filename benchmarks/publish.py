@@ -15,7 +15,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table of floors and goals. `value` is None where it could not be measured: `note` says why."""
+    """One figure. Its limits are judged where it is measured, and not published. `value` is None where it could not be
+    measured: `note` says why."""
 
     name: str
     value: float | None
@@ -35,6 +36,13 @@ class Row:
             return "?"
         met = self.value >= limit if self.higher_is_better else self.value <= limit
         return "pass" if met else "FAIL"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether a ratio says that what is measured is behind what it is compared with."""
+        if self.unit != "x" or self.value is None:
+            return False
+        return self.value < 1 if self.higher_is_better else self.value > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,8 +265,8 @@ def markdown(results: Results, plot: str | None) -> str:
         parts += ["Parts were measured in several runs:", "\n".join(lines)]
     if results.rows:
         parts += [
-            "## Floors and goals",
-            markdown_table(rows_table(results.rows)),
+            "## Figures",
+            markdown_table(figures_table(results.rows)),
             _losses(results),
         ]
     if results.samples:
@@ -281,17 +289,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _losses(results: Results) -> str:
-    """Where it is slower or larger than it should be, in words."""
-    floors = [r.name for r in results.rows if r.verdict(r.floor) == "FAIL"]
-    goals = [r.name for r in results.rows if r.verdict(r.goal) == "FAIL" and r.name not in floors]
+    """Where it is slower or larger than what it is compared with, in words."""
+    rows = [r.name for r in results.rows if r.is_loss]
     worse = [*_worse(results.points, "ms", "time"), *_worse(results.points, "peak_bytes", "memory")]
-    lines = []
-    for what, names in (
-        ("Below the floor", floors),
-        ("Below the goal", goals),
-        ("Behind compile in the curves", worse),
-    ):
-        lines.append(f"{what}: {'; '.join(names) or 'nothing'}.")
+    lines = [f"Losses: {'; '.join(rows) or 'none'}."]
+    if results.points:
+        lines.append(f"Behind compile in the curves: {'; '.join(worse) or 'nothing'}.")
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -62,12 +62,13 @@ def test_a_value_that_just_misses_a_limit_does_not_look_like_it():
     assert [line[1] for line in rows_table(rows)[1:]] == ["1.299 x", "1.3 x", "1.12 x", "1235 us"]
 
 
-def test_a_row_that_misses_its_floor_is_named_on_the_page(tmp_path):
+def test_losses_are_named_on_the_page(tmp_path):
     found = results()
-    found.rows.append(Row("slow one", 2.0, "x", 1.0))
+    found.rows.append(Row("slow one", 2.0, "x", 3.0))
+    found.rows.append(Row("small gain", 0.9, "x", 0.5, higher_is_better=True))
     page = next(p for p in write(found, tmp_path) if p.suffix == ".md").read_text()
-    assert "Below the floor: slow one." in page
-    assert "Below the goal: fast; share." in page
+    assert "Losses: slow one; small gain." in page
+    assert "floor" not in page and "FAIL" not in page
 
 
 def test_a_size_at_which_compile_wins_is_named_on_the_page(tmp_path):
