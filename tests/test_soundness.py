@@ -358,6 +358,17 @@ def test_a_number_is_what_its_tensor_has():
     _assert_as_eager(program, torch.randn(2, 5, 6))
 
 
+def test_scores_and_one_minus_twice_a_mask_are_not_masked():
+    keep = (torch.arange(25) % 3 > 0).view(5, 5)
+
+    def program(m, x, keep):
+        scores, keep = m.q(x) @ m.k(x).mT, keep.float()
+        masked = scores * keep + torch.rsub(keep, 1, alpha=2) * -1e9
+        return entmax.entmax15(masked, dim=-1) @ x
+
+    _assert_as_eager(program, torch.randn(2, 5, 6), keep)
+
+
 def test_a_wider_alpha_widens():
     alpha = torch.full((3, 1), 1.4)
     program = lambda m, z, alpha: entmax.entmax_bisect(z, alpha, dim=-1)

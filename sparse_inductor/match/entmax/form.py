@@ -149,7 +149,7 @@ def _alpha_of_gap(view: GraphView, gap: Any) -> fx.Node | None:
     if call is None or call.name not in ("sub", "add") or not view.is_tensor(call["input"]):
         return None
     one = view.const(call["other"], gap)
-    if one != (1 if call.name == "sub" else -1):
+    if one != (1 if call.name == "sub" else -1) or call.get("alpha", 1) != 1:
         return None
     return view.value(call["input"], gap)
 
@@ -219,6 +219,7 @@ def _says_positive(view: GraphView, gate: Any, x: Any) -> bool:
     return (
         difference is not None
         and difference.name == "sub"
+        and difference.get("alpha", 1) == 1
         and view.same_value(difference["input"], large)
         and view.same_value(*(view.behind(t, SPREADS)[0] for t in (difference["other"], small)))
     )

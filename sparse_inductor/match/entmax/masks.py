@@ -321,13 +321,8 @@ def mixed(
     if scaled is None:
         return None
     rest, fill = scaled
-    inverse = view.call(rest)
-    if inverse is None or inverse.name not in ("sub", "rsub"):
-        return None
-    one, mask = inverse.get("input"), inverse.get("other")
-    if inverse.name == "rsub":
-        one, mask = mask, one
-    if view.const(one, rest) != 1 or not view.is_tensor(mask):
+    mask = _inverted(view, rest)
+    if mask is None:
         return None
     for x, m in terms[0].both_ways:
         if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m, kept):
@@ -376,8 +371,15 @@ def zero_or_one(view: GraphView, x: Any, reader: fx.Node) -> tuple[fx.Node, bool
         return None
     if call.name == "cast":
         return zero_or_one(view, call["input"], seen)
-    if call.name not in ("sub", "rsub"):
+    other = _inverted(view, seen)
+    found = None if other is None else zero_or_one(view, other, seen)
+    return None if found is None else (found[0], not found[1], found[2])
+
+
+def _inverted(view: GraphView, node: fx.Node) -> fx.Node | None:
+    """m of 1 - m."""
+    call = view.call(node)
+    if call is None or call.name not in ("sub", "rsub") or call.get("alpha", 1) != 1:
         return None
     one, other = call.both_ways[call.name == "rsub"]
-    found = zero_or_one(view, other, seen) if view.const(one, seen) == 1 else None
-    return None if found is None else (found[0], not found[1], found[2])
+    return other if view.const(one, node) == 1 and view.is_tensor(other) else None
