@@ -23,7 +23,6 @@ from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
-from sparse_inductor.graph.saved import for_the_caller
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.feed_forward.entries import Entries, entries
 from sparse_inductor.pattern import Sparse
@@ -40,7 +39,6 @@ class DecoderMatch:
 
     down: Linear
     found: Entries
-    view: GraphView
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     pattern, op = NAME, OP
@@ -82,7 +80,7 @@ class DecoderMatch:
     def replace(self) -> None:
         e, down = Emitter(self.anchor), self.down
         dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
-        values = for_the_caller(self.view, e, self.found.values)
+        values = self.found.values
         for node in self.found.after:
             values = _again(e, node, values)
         bias = down.emit_bias(e)
@@ -135,7 +133,7 @@ class SparseDecode(Recogniser):
         check_followed(view, between, node, view.needs_grad(found.values))
         nodes = _only_here(view, found, node)
         saves = found.scatter in nodes and view.needs_grad(down.weight_source)
-        return DecoderMatch(down, found, view, nodes, bytes_of(down.source) if saves else 0)
+        return DecoderMatch(down, found, nodes, bytes_of(down.source) if saves else 0)
 
     def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
         down, values = match.down, fake(match.found.values)

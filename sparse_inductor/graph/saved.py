@@ -15,8 +15,10 @@ import torch
 from torch import fx
 
 from .. import compat
+from .contraction import contraction
+from .effects import storages
 from .emit import Emitter
-from .fakes import fake, require_grad, tensors_in
+from .fakes import fake, memory_order, require_grad, tensors_in
 from .view import GraphView
 
 __all__ = ["copying_what_is_written", "for_the_caller"]
@@ -26,15 +28,11 @@ SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attenti
 
 @contextlib.contextmanager
 def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[None]:
-    """In the block, `nodes` of the graph are replaced by an operator. What it saves, and somebody writes to after
-    `nodes`, is copied: inputs in front of the operator, its result behind it."""
-    present = None
+    """In the block, `nodes` of the graph are replaced by an operator. What it saves, and somebody writes to after them,
+    is copied: inputs in front of the operator, its result behind it."""
+    present = set(view.graph.nodes)
     written = _Written(view, nodes)
-    if written.by_anybody:
-        present = set(view.graph.nodes)
     yield
-    if present is None:
-        return
     new = [n for n in view.graph.nodes if n not in present]
     ops = [n for n in new if _saves(n)]
     for op in ops:
@@ -42,7 +40,11 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
             if written.later(node):
                 with view.graph.inserting_before(op):
                     copy = _copy(node)
-                op.replace_input_with(node, copy)
+            elif written.by_the_caller(node):
+                copy = _apart(Emitter(op), node)
+            else:
+                continue
+            op.replace_input_with(node, copy)
     if any(compat.schema(op.target).name in SAVE_THEIR_RESULT for op in ops) and written.result:
         for node in new:
             readers = [u for u in node.users if u not in new]
@@ -53,15 +55,15 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
                     reader.replace_input_with(node, copy)
 
 
-def for_the_caller(
-    view: GraphView, e: Emitter, node: fx.Node, saved: fx.Node | None = None
-) -> fx.Node:
-    """What an operator saves, `node` or what replaces it, apart from what the graph returns of it to its caller."""
-    saved = saved or node
-    if not (fake(node).requires_grad and view.effects.returned(node)):
-        return saved
-    # No pass takes two changes of sign for a copy, as some do for `- 0.0` and `* 1.0`.
-    return e.call(operator.neg, e.call(operator.neg, saved))
+def for_the_caller(view: GraphView, e: Emitter, node: fx.Node, result: fx.Node) -> fx.Node:
+    """`result`, which an operator saves and which replaces `node`, apart from what it saves if the graph returns it."""
+    wanted = fake(node).requires_grad and view.effects.returned(node)
+    return _apart(e, result) if wanted else result
+
+
+def _apart(e: Emitter, t: fx.Node) -> fx.Node:
+    """t in memory of its own: no pass takes two changes of sign for a copy, as some do for `- 0.0` and `* 1.0`."""
+    return e.call(operator.neg, e.call(operator.neg, t))
 
 
 class _Written:
@@ -70,7 +72,7 @@ class _Written:
     def __init__(self, view: GraphView, nodes: Sequence[fx.Node]) -> None:
         self._view, self._nodes = view, set(nodes)
         self._first = min(view.order[n] for n in nodes)
-        self.by_anybody = any(view.order[w] > self._first for w in view.effects.writers)
+        self._saved = frozenset().union(*(storages(fake(t)) for t in _saved_by(view, nodes)))
 
     def later(self, node: fx.Node) -> bool:
         """Whether somebody else writes to its memory."""
@@ -79,10 +81,33 @@ class _Written:
             for w in self._view.effects.writers_to(node)
         )
 
+    def by_the_caller(self, node: fx.Node) -> bool:
+        """Whether the caller may write to it: the graph made and returns its memory, which the nodes do not save."""
+        if not fake(node).is_floating_point() or storages(fake(node)) & self._saved:
+            return False
+        effects = self._view.effects
+        return effects.returned(node) and effects.sharing(node) is not None
+
     @property
     def result(self) -> bool:
         """Whether somebody else writes to what the nodes make."""
         return any(map(self.later, self._nodes))
+
+
+def _saved_by(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """What products among the nodes save: a factor, for the gradient of the other. Of one in gaps they save a copy."""
+    for node in nodes:
+        product, call = contraction(view, node), view.call(node)
+        if product is not None:
+            pairs = [(product.a.node, product.b.node), (product.b.node, product.a.node)]
+        elif call is not None and call.name == "mul":
+            pairs = [pair for pair in call.both_ways if all(map(view.is_tensor, pair))]
+        else:
+            continue
+        for saved, other in pairs:
+            order = memory_order(fake(saved))
+            if view.needs_grad(other) and order == list(range(len(view.shape(saved)))):
+                yield saved
 
 
 def _saves(node: fx.Node) -> bool:
