@@ -147,6 +147,19 @@ def test_a_gradient_that_is_not_finite_is_multiplied_by_zeros(active, gated):
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+def test_a_term_that_is_nan_passes_a_gradient_of_zero_on():
+    states, weight = torch.full((1, 2, 4), torch.nan), torch.randn(3, 4)
+    bias = torch.zeros(3, requires_grad=True)
+
+    class Model(nn.Module):
+        def forward(self, states):
+            return torch.log1p(F.linear(states, weight, bias).relu()).max(dim=1)[0]
+
+    grad = torch.tensor([[0.0, 1.0, 1.0]])
+    (got,) = torch.autograd.grad(_compiled(Model(), states), bias, grad)
+    assert got.isnan().all()
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_masked_positions_and_the_gradient_of_a_maximum_that_is_nan(filled):
     """amax gives every position a NaN then, and NaN times a mask's 0 is one; a mask that fills in passes none on."""

@@ -82,11 +82,13 @@ class _Written:
         )
 
     def by_the_caller(self, node: fx.Node) -> bool:
-        """Whether the caller may write to it: the graph made and returns its memory, which the nodes do not save."""
-        if not fake(node).is_floating_point() or storages(fake(node)) & self._saved:
+        """Whether the caller may write to it: the graph made and returns its memory, which the nodes do not save. What
+        is without a gradient is little but masks."""
+        value, effects = fake(node), self._view.effects
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
-        effects = self._view.effects
-        return effects.returned(node) and effects.sharing(node) is not None
+        told = effects.returned(node) and effects.sharing(node) is not None
+        return told and not storages(value) & self._saved
 
     @property
     def result(self) -> bool:

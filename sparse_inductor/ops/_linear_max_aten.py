@@ -272,7 +272,7 @@ def _slopes(
         _, slope = dual(p.scalar, peak)
     else:
         slope = torch.ones_like(peak)
-    active = (winner >= 0) & (g != 0)
+    active = (winner >= 0) & ((g != 0) | peak.isnan())  # 0 times NaN is NaN
     general = low.per_element if p.hoists else g.new_ones(len(g), dtype=torch.bool)
     if general is not None and looks_at(grad):
         b, v = (general[:, None] & active).nonzero(as_tuple=True)
