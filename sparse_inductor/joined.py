@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -111,14 +111,10 @@ def _returns_a_view_twice(graph: fx.Graph) -> bool:
     """Whether AOTAutograd may make the views that the graph returns of a tensor of its own, of which autograd does not
     follow all, in one another's shape."""
     results = [t for n in graph.output_node().all_input_nodes for t in tensors_in(fake(n))]
-    views = (storages(t) for t in results if t.requires_grad and compat.is_view(t))
-    others = (storages(t) for t in results if not t.requires_grad)
-    given = (storages(fake(n)) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
-    return bool(_all(views) & _all(others) - _all(given))
-
-
-def _all(sets: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*sets)
+    views = storages([t for t in results if t.requires_grad and compat.is_view(t)])
+    others = storages([t for t in results if not t.requires_grad])
+    given = storages([fake(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")])
+    return bool(views & others - given)
 
 
 def _refused(graph: fx.Graph) -> bool:

@@ -307,8 +307,7 @@ class Effects:
 
     @functools.cached_property
     def _results(self) -> frozenset[int]:
-        results = self._graph.output_node().all_input_nodes
-        return frozenset().union(*map(self._of, results))
+        return storages([fake(n) for n in self._graph.output_node().all_input_nodes])
 
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does

@@ -8,8 +8,9 @@ that Inductor drops the copy. What the graph returns, its caller may write to: t
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -72,7 +73,10 @@ class _Written:
     def __init__(self, view: GraphView, nodes: Sequence[fx.Node]) -> None:
         self._view, self._nodes = view, set(nodes)
         self._first = min(view.order[n] for n in nodes)
-        self._saved = frozenset().union(*(storages(fake(t)) for t in _saved_by(view, nodes)))
+
+    @functools.cached_property
+    def _saved(self) -> frozenset[int]:
+        return storages([fake(t) for t in _saved_by(self._view, self._nodes)])
 
     def later(self, node: fx.Node) -> bool:
         """Whether somebody else writes to its memory."""
@@ -96,7 +100,7 @@ class _Written:
         return any(map(self.later, self._nodes))
 
 
-def _saved_by(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     """What products among the nodes save: a factor, for the gradient of the other. Of one in gaps they save a copy."""
     for node in nodes:
         product, call = contraction(view, node), view.call(node)
