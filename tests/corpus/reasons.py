@@ -78,7 +78,7 @@ TRUE["splade_head"] = {
     "bigram_logits": ("two tensors that come from linears", "logits[:, 1:] + logits[:, :-1]"),
     "cumulative_logits": ("cumsum", "logits.cumsum(dim=1)"),
     "other_weights_where_largest": ("only the positions", "weights.argmax("),
-    "last_of_a_sort": ("a sort keeps every position", "torch.sort("),
+    "second_of_a_sort": ("a sort keeps every position", "torch.sort("),
     "norm_of_infinite_order": ("a norm over the sequence", "vector_norm("),
     "packed_sequences": ("end to end", ".index_reduce("),
     "filled_with_more": ("fills in 9", "torch.where("),
@@ -109,7 +109,7 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
-    "learned_threshold_of_a_gate": ("some of one projection", "* m.up(x)"),
+    "learned_threshold_of_a_gate": ("a factor of its own", "h > torch.linspace(0, 0.2, N)"),
     "weighed_by_what_may_be_negative": ("also read by mul", "(h * m.up.bias).abs()"),
     "one_neuron_of_one_sequence_ablated": ("single elements", "h[0, :, 3] = 0.0"),
     "overlapping_parts_in_place": ("getitem is changed in place", "gate, up = h["),
@@ -205,6 +205,7 @@ NOTHING_OF_IT["published.sparse_scores"] = {
 }
 
 TRUE["sparse_scores"] = {
+    "candidates_of_each_query": ("documents of its own", "q.gather("),
     "candidates_ranked_again": ("dense vectors", "vectors[candidates]"),
     "gathered_weights_reused": ("also read by gt", "(picked > 0)"),
     "into_the_callers_buffer": ("does not start at zero", "(c.lengths * 0.1).index_add_("),

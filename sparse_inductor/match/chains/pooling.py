@@ -14,6 +14,7 @@ from torch import fx
 from ...epilogue.functions import FUNCTIONS
 from ...graph.contraction import lettered
 from ...graph.gemm import linears
+from ...graph.indices import expanded_index
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, same_size
@@ -23,8 +24,9 @@ from .family import above, below
 
 __all__ = ["ANCHORS", "Reduction", "maximum", "other_pool", "resembles"]
 
-_MAXIMA = frozenset(
-    "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d gather take_along_dim".split()
+_PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
+_MAXIMA = _PICKS | frozenset(
+    "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()
 )
 
 
@@ -76,6 +78,8 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
         case "gather" | "take_along_dim" if isinstance(dim, int):
             within = _where_largest(view, node, source, call["index"], dim % ndim)
             return None if within is None else Reduction(source, dim % ndim, True, within=within)
+        case "getitem":
+            return _end_of_sort(view, node, source, expanded_index(call["index"], ndim))
         case "topk" if call["k"] == 1:
             return Reduction(
                 source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
@@ -108,6 +112,26 @@ def _where_largest(
         return None
     same = view.value(call["input"], index) is view.value(source, node)
     return (*nodes, index) if same else None
+
+
+def _end_of_sort(
+    view: GraphView, node: fx.Node, values: fx.Node, items: list[Any] | None
+) -> Reduction | None:
+    """sort(x, dim).values, of which the last along dim is taken, or the first where it is descending."""
+    part = view.call(values)
+    call = view.call(part["input"]) if part is not None and part.name == "getitem" else None
+    if part is None or call is None or call.name != "sort" or part["index"] != 0:
+        return None
+    source, ndim = call["input"], len(view.shape(values))
+    dim = call.get("dim", -1) % ndim
+    wanted: list[Any] = [slice(None)] * ndim
+    wanted[dim] = 0 if call.get("descending", False) is True else -1
+    seen = (view.value(values, node), view.value(source, node))
+    if items is None or [(type(i), i) for i in items] != [(type(i), i) for i in wanted]:
+        return None
+    if seen != (values, view.value(source, part["input"])):
+        return None
+    return Reduction(source, dim, within=(part["input"], values))
 
 
 def _puts_axis(call: Call, ndim: int) -> int | None:
@@ -144,7 +168,7 @@ _ORDERS = {
     "argmin": "only the positions are used, not the values",
     "cummax": "a running maximum keeps every position",
     "kthvalue": "the k-th smallest value is no maximum",
-    "sort": "a sort keeps every position: where its last is wanted, write amax",
+    "sort": "a sort keeps every position",
     "norm": "a norm over the sequence: where it is the largest value, write amax",
     "vector_norm": "a norm over the sequence: where it is the largest value, write amax",
     "topk": "the {k} largest values of every term are used, not the largest alone",
@@ -154,7 +178,7 @@ _ORDERS = {
 _PACKED = {"scatter_reduce": "src", "index_reduce": "src", "segment_reduce": "data"}
 _POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
 _PRODUCTS = frozenset("einsum matmul bmm".split())
-ANCHORS = _MAXIMA | _POOLS | _PRODUCTS | {"getitem"}
+ANCHORS = _MAXIMA | _POOLS | _PRODUCTS
 # What is below these has one value a sequence: pooled already.
 _POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS
 
@@ -184,6 +208,9 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     dim = ndim - 1 if call.name == "max_pool1d" else call.get("dim")
     if not isinstance(dim, int) or ndim < 3:
         return None
+    readers = (r for n in (node, *node.users) for r in n.users)
+    if any(view.name_of(r) in _PICKS and maximum(view, r) is not None for r in readers):
+        return None  # the values are taken, too
     vocabulary = _vocabulary_axis(view, call["input"], node)
     # Which of a token's terms is the largest is another question, and often asked.
     known = vocabulary is not None and vocabulary != dim % ndim

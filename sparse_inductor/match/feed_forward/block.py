@@ -19,6 +19,7 @@ from ...graph.gemm import Linear
 from ...graph.mesh import is_distributed
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, fake, static_size
+from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
 from ..chains.family import above
@@ -93,6 +94,10 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
                 raise NoMatch("rectifies a factor of every token, none of every neuron", source)
         raise NoMatch("no factor is zero below some number: " + _programs(found), value)
     if len(found) > 2:
+        for node in (n for b in found if is_flat(b.program) for n in b.nodes):
+            if view.name_of(node) in COMPARISONS:
+                what = "a comparison with a tensor is a factor of its own"
+                raise NoMatch(f"{what}: {len(found)} factors, and the operator takes two", node)
         own = len({b.linear.node for b in found}) == len(found)
         what = "projections" if own else "factors, some of one projection with other thresholds"
         raise NoMatch(f"a product of {len(found)} {what}", value)

@@ -15,6 +15,7 @@ from ...graph.emit import Emitter
 from ...graph.no_match import NoMatch
 from ...graph.values import extreme, uniform
 from ...graph.view import GraphView, fake, same_size, same_sizes
+from ...graph.vocabulary import COPIES, VIEWS
 from .gathers import Gather
 
 __all__ = ["ROWS", "Factor", "OfRows", "Weighted", "check_shared", "reshaped"]
@@ -219,6 +220,11 @@ def check_shared(
 ) -> None:
     """A factor must be the same for every query, whose axis is `from_end` from the end, and need no gradient."""
     if from_end is not None and not uniform(view, operand, from_end, reader):
+        looked_up, _ = view.behind(operand, VIEWS | COPIES | {"cast"})
+        if w.gather.features and view.name_of(looked_up) in ("gather", "take_along_dim"):
+            raise NoMatch(
+                "every query has documents of its own: the operator takes one collection", looked_up
+            )
         if w.gather.features:
             raise OfRows(
                 "whole rows are looked up and multiplied by a vector each: a product of dense vectors, not of terms",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.sparse_scores.registry import INFER, TRAIN, L, N, V, program, scoring
+from corpus.sparse_scores.registry import INFER, TRAIN, B, L, N, V, program, scoring
 
 
 @scoring("no_rewrite", "the best term of a document is no sum", batch=False)
@@ -154,6 +154,14 @@ def query_by_query_through_vmap(c, q):
 def einsum_with_boosts_of_queries(c, q):
     """one of three operands has the batch axis, too"""
     return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])
+
+
+@scoring("no_rewrite", "every query has documents of its own")
+def candidates_of_each_query(c, q):
+    """what a first stage found is scored again"""
+    found = torch.arange(B)[:, None] + torch.arange(4)
+    ids, values = c.ids[found], c.values[found]
+    return (q.gather(1, ids.flatten(1)).view_as(values) * values).sum(-1)
 
 
 @program("no_rewrite", "a product of dense vectors, whose other side needs a gradient", TRAIN)

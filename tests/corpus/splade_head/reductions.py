@@ -379,11 +379,17 @@ def topk_one(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).topk(1, dim=1).values.squeeze(1)
 
 
-@head("maybe", "a full sort")
+@head()
 def sorted_first(logits, mask):
     """sort(descending=True)[:, 0]"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return torch.sort(weights, dim=1, descending=True).values[:, 0]
+
+
+@head()
+def last_of_a_sort(logits, mask):
+    """a quantile's way of taking the maximum"""
+    return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1).values[:, -1]
 
 
 @head("maybe", "pooling ops over the last dimension")
