@@ -180,6 +180,11 @@ def _largest_of_the_batch(x, encoder, decoder):
     return decoder(f.view_as(pre))
 
 
+def _above_a_threshold_of_the_batch(x, encoder, decoder):
+    f = F.relu(encoder(x))
+    return decoder(f * (f >= f.flatten().topk(20).values[-1]))
+
+
 def _over_the_tokens(x, encoder, decoder):
     f = F.relu(encoder(x))
     return torch.einsum("bsn,se->bne", f, decoder.weight[:, :4].repeat(2, 1)[:6]), f
@@ -199,6 +204,7 @@ SparseProduct.examples = (
     _example("returned", _returned),
     _example("bounded_penalty", _bounded_penalty),
     _example("largest_of_the_batch", _largest_of_the_batch),
+    _example("above_a_threshold_of_the_batch", _above_a_threshold_of_the_batch),
 )
 SparseProduct.near_misses = (
     _example("over_the_tokens", _over_the_tokens, reason="does not sum over the last axis"),

@@ -172,7 +172,9 @@ def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | Non
     return call["input"]
 
 
-_KEEPING = frozenset("scatter scatter_add setitem index_put autograd_function_apply".split())
+_KEEPING = frozenset(
+    "scatter scatter_add setitem index_put autograd_function_apply topk kthvalue sort".split()
+)
 _FURTHEST = 48
 # Neurons for each output of the decoder, from which on they are taken for a dictionary of many, few of them active. A
 # feed-forward block has four, and if its activations are read, a reason why it is none.
