@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import compat
-from .graph.effects import gives_memory, storages, written
+from .graph.effects import Effects, gives_memory, storages, written
 from .graph.fakes import attribute, fake, tensors_in
 from .match.entmax import leaves
 from .rehearsal import differentiating_fakes
@@ -47,6 +47,8 @@ def why_in_parts(graph: fx.Graph) -> str | None:
         return "an entmax call stands in a graph that writes to a module's tensor and reads it then"
     if _returns_a_view_twice(graph):
         return "an entmax call stands in a graph that returns a view and what is detached of it"
+    if _returns_a_copy(graph):
+        return "an entmax call stands in a graph that returns a copy of what it computes"
     try:
         if any(map(written, graph.nodes)) and _refused(graph):
             return "an entmax call stands in a graph that writes to what autograd saved"
@@ -115,6 +117,17 @@ def _returns_a_view_twice(graph: fx.Graph) -> bool:
     others = storages([t for t in results if not t.requires_grad])
     given = storages([fake(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")])
     return bool(views & others - given)
+
+
+def _returns_a_copy(graph: fx.Graph) -> bool:
+    """Whether Inductor may return, in the place of a copy, a tensor that the graph saves: a write of the caller's would
+    change the gradients without a word."""
+    effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
+    return any(
+        effects.sharing(source) is not None
+        for node in graph.output_node().all_input_nodes
+        for source in effects.copied(node)
+    )
 
 
 def _refused(graph: fx.Graph) -> bool:

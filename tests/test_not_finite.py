@@ -100,6 +100,11 @@ def _root_head(h, up, down):
     return F.softplus(z - 1e4 * (torch.arange(5) > 2).unsqueeze(-1)).sqrt().amax(1)
 
 
+def _root_head_at_its_bound(h, up, down):
+    z = F.linear(h * (torch.arange(5) > 2).unsqueeze(-1), up)
+    return torch.maximum(z, z.new_zeros(())).sqrt().amax(1)
+
+
 def _root_block(h, up, down):
     z = F.linear(h, up)
     return F.linear((z * (z > 0)).sqrt(), down)
@@ -112,7 +117,9 @@ def _product_of_nan(h, up, down):
     return F.linear(z * (z > 0.3) * F.linear(h, weight), down)
 
 
-@pytest.mark.parametrize("program", [_root_head, _root_block, _product_of_nan])
+@pytest.mark.parametrize(
+    "program", [_root_head, _root_head_at_its_bound, _root_block, _product_of_nan]
+)
 def test_zero_times_what_is_not_finite_is_nan_in_a_gradient(program):
     """The slope of a root at 0, which is what a position that is not the largest, or not active, is given 0 of; or the
     other factor of a product with a comparison."""

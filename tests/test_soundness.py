@@ -494,7 +494,8 @@ def test_probabilities_that_are_multiplied_in_inference_mode():
 
 
 def test_a_caller_may_write_to_what_an_operator_saves():
-    """Its result, also through a view, or its input. Inductor takes copies out, so that it has to generate code."""
+    """Its result, also through a view or of a copy, or its input. Inductor takes copies out, so that it has to generate
+    code."""
     names = {"entmax", "entmax_attention", "sparse_decode"}
     draw = functools.partial(torch.randn, 4, 7, 7, dtype=torch.float64)
     q = draw(generator=torch.Generator().manual_seed(1))
@@ -504,7 +505,8 @@ def test_a_caller_may_write_to_what_an_operator_saves():
         decoded = torch.zeros_like(z).scatter(-1, indices, values) @ v[0]
         keys = k @ v
         out = _by_sorting(q @ keys.mT) @ v
-        return _by_sorting(z).mT, out.transpose(0, 1), values, decoded, keys
+        copy = _by_sorting(2 * z).clone()
+        return _by_sorting(z).mT, copy, out.transpose(0, 1), values, decoded, keys
 
     def run(fn):
         generator = torch.Generator().manual_seed(0)
@@ -517,6 +519,28 @@ def test_a_caller_may_write_to_what_an_operator_saves():
     with only(*names) as report:
         found = run(torch.compile(program))
         assert {r.pattern for r in report.rewrites} == names
+    torch.testing.assert_close(found, run(program))
+
+
+@pytest.mark.parametrize("copied", ["clone", "mul", "repeat"])
+def test_a_caller_may_write_to_a_copy(copied):
+    """Inductor returns what it is a copy of. Dynamo alone ends the graph before the copy is made."""
+
+    def program(q, k, v):
+        keys = k @ v
+        y = entmax.sparsemax(q @ keys.mT, dim=-1) @ v
+        return y, getattr(keys, copied)(*{"mul": [1], "repeat": [1, 1]}.get(copied, []))
+
+    def run(fn):
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(7, 7, generator=generator).requires_grad_() for _ in "qkv"]
+        y, copy = fn(*inputs)
+        with torch.no_grad():
+            copy.mul_(1.5)
+        return torch.autograd.grad((y + copy).square().sum(), inputs)
+
+    with only("entmax", "entmax_attention"):
+        found = run(torch.compile(program))
     torch.testing.assert_close(found, run(program))
 
 

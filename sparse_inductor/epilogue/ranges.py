@@ -158,7 +158,7 @@ def _defined_from(step: Step) -> float | None:
 
 def steep(program: Sequence[Step]) -> Step | None:
     """The first step that may have an infinite slope for a finite number; None where there is none, and where a step
-    before it is flat on small numbers, so that nothing comes of it."""
+    before it is flat on small numbers up to its bound, so that nothing comes of it."""
     x = torch.tensor(-1e30, dtype=torch.float64)
     for at, step in enumerate(program):
         if step.fn in ROW:
@@ -169,7 +169,8 @@ def steep(program: Sequence[Step]) -> Step | None:
         if least is not None and prove(program[:at]).range.lo < least:
             return step
         function = SCALAR[step.fn]
-        if function.flat is not None and function.flat(x, *step.consts):
+        bound = torch.full_like(x, step.consts[0]) if step.consts else torch.zeros_like(x)
+        if function.flat is not None and function.flat(torch.stack([x, bound]), *step.consts).all():
             return None
         x = function.value(x, *step.consts)
     return None

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import compat
 from .fakes import attribute, fake, same_size, same_sizes, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
+from .vocabulary import COPIES
 
 __all__ = ["Effects", "gives_memory", "same_geometry", "storages", "written"]
 
@@ -223,6 +224,21 @@ def _unknown(writer: fx.Node) -> bool:
     return writer.op == "call_function" and not known
 
 
+# What changes nothing where its argument and its result are alike, and what changes nothing with a number.
+_SAME = COPIES | frozenset("cast repeat tile pad cat stack floor ceil trunc round".split())
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}
+
+
+def _copy_of(node: fx.Node) -> fx.Node | None:
+    """The argument whose values a call puts into memory of its own, laid out as they are there."""
+    name, given = name_of(node), node.all_input_nodes
+    if len(given) != 1 or not all(isinstance(fake(n), torch.Tensor) for n in (node, *given)):
+        return None
+    if name not in _SAME and (name not in _NEUTRAL or _NEUTRAL[name] not in node.args[1:2]):
+        return None
+    return given[0] if same_geometry(node, given[0]) else None
+
+
 class Effects:
     """Writes of a graph, by storage. Storages are looked up only in graphs that write at all."""
 
@@ -302,12 +318,23 @@ class Effects:
         return [n for n in self._graph.nodes if not keys.isdisjoint(self._of(n))]
 
     def returned(self, node: fx.Node) -> bool:
-        """Whether the graph returns the memory of `node` to its caller."""
+        """Whether the graph returns the memory of `node` to its caller, or would without what Inductor leaves out."""
         return not self._of(node).isdisjoint(self._results)
 
     @functools.cached_property
     def _results(self) -> frozenset[int]:
-        return storages([fake(n) for n in self._graph.output_node().all_input_nodes])
+        found: set[int] = set()
+        queue = self._graph.output_node().all_input_nodes
+        while queue:
+            node = queue.pop()
+            found |= self._of(node)
+            queue += self.copied(node)
+        return frozenset(found)
+
+    def copied(self, node: fx.Node) -> list[fx.Node]:
+        """What the memory of `node` is nothing but a copy of: Inductor may use the same memory for both."""
+        creators = [c for c in self.creators(node) if c is not None and not self.writers_to(c)]
+        return [source for c in creators if (source := _copy_of(c)) is not None]
 
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does

@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, TextIO, cast
 
+from torch._inductor import config as inductor
+
 from .compare import Outcome, check
 from .generate import FAMILIES, generate
 from .program import STAGES, Program
@@ -84,8 +86,9 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Inductor tries out what it is not told of in processes that import torch.
+    inductor.compile_threads = 1
+    inductor.cpp.vec_isa_ok = True
     logging.disable(logging.ERROR)
     torch._dynamo.config.recompile_limit = 1 << 20
     torch._dynamo.config.accumulated_recompile_limit = 1 << 20
