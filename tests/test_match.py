@@ -95,14 +95,26 @@ SAME = {
     "unsqueeze": (lambda x, _: x.unsqueeze(-1), lambda x, _: torch.unsqueeze(x, dim=-1)),
     "expand": (lambda x, _: x.expand(3, -1, -1), lambda x, _: x.expand((3, -1, -1)),
                lambda x, _: torch.broadcast_to(x, (3, -1, -1))),
-    "matmul": (lambda x, y: x @ y.t(), lambda x, y: torch.matmul(x, y.t()), lambda x, y: x.matmul(y.t())),
+    "flatten": (lambda x, _: x.flatten(), lambda x, _: torch.flatten(x), lambda x, _: x.ravel(), torch.ravel),
+    "matmul": (lambda x, y: x @ y.t(), lambda x, y: torch.matmul(x, y.t()), lambda x, y: x.matmul(y.t()),
+               lambda x, y: torch.linalg.matmul(x, y.t())),
     "linear": (F.linear, lambda x, y: F.linear(x, weight=y), lambda x, y: F.linear(input=x, weight=y)),
     "leaky_relu": (lambda x, _: F.leaky_relu(x, 0.2), lambda x, _: F.leaky_relu(x, negative_slope=0.2)),
     "topk": (lambda x, _: x.topk(1, 1)[0], lambda x, _: torch.topk(x, k=1, dim=1)[0]),
 }  # fmt: skip
 
 
-UNARY = {"relu", "log1p", "exp", "sigmoid", "logsigmoid", "neg", "max_all", "logical_not"}
+UNARY = {
+    "relu",
+    "log1p",
+    "exp",
+    "sigmoid",
+    "logsigmoid",
+    "neg",
+    "max_all",
+    "logical_not",
+    "flatten",
+}
 
 
 def of_two(fn: Callable, name: str) -> Callable:

@@ -196,7 +196,7 @@ _ALIASES = {
     "special_exp2": "exp2", "log_sigmoid": "logsigmoid",
     "pos": "positive", "__pos__": "positive", "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
     "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
-    "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view",
+    "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view", "ravel": "flatten",
     "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",
     "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast", "bfloat16": "cast",
     "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
@@ -204,7 +204,7 @@ _ALIASES = {
     "dropout1d": "dropout", "dropout2d": "dropout", "dropout3d": "dropout", "feature_dropout": "dropout",
     "split_with_sizes": "split", "mv": "matmul", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
-    "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
+    "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot", "linalg_matmul": "matmul",
 }  # fmt: skip
 _KEYWORDS = {
     "self": "input", "x": "input", "X": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
