@@ -99,7 +99,7 @@ class SparseProduct(Recogniser):
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
         if (found := _decoder(view, node)) is not None:
             return _checked(ProductMatch(found[0], DECODER, found[0].source), view)
-        for linear in linears(view, node) or ():
+        for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
             if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):
                 continue
             for user in decoders_below(view, node):

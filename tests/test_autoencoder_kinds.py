@@ -11,7 +11,7 @@ import torch
 
 import autoencoders as kinds
 import sparse_inductor
-from sparse_inductor.testing import compile_without_codegen
+from sparse_inductor.testing import assert_rewrites, compile_without_codegen
 from support import heavy
 
 PRODUCTS = {"sparse_product": 2}
@@ -68,6 +68,21 @@ def check(kind, expected, dtype=torch.float32, autocast=False, dead=None, **limi
 @pytest.mark.parametrize("kind", [k if k in QUICK else heavy(k) for k in kinds.KINDS])
 def test_a_training_step(kind):
     check(kind, REWRITTEN[kind], atol=1e-4, rtol=1e-4)
+
+
+def test_a_tied_dictionary_written_first():
+    """The einsum of the encoder has the weight as its first operand."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dictionary = torch.nn.Parameter(torch.randn(64, 8))
+
+        def forward(self, x):
+            codes = torch.einsum("nd,bd->bn", self.dictionary, x).relu()
+            return torch.einsum("bn,nd->bd", codes, self.dictionary), codes
+
+    assert_rewrites(Tied(), (torch.randn(6, 8),), {"sparse_product": 2})
 
 
 @pytest.mark.heavy

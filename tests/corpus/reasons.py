@@ -323,6 +323,8 @@ TRUE["entmax"] = {
     "keys_written_before_the_values": ("changed in place before", "q @ k.mT"),
 }
 NOTHING_OF_IT["entmax"] = {
+    "routed_to_experts": "the rows are rewritten; no keys are looked at",
+    "features_weighed": "the rows are rewritten; no keys are looked at",
     "softmax": "softmax",
     "top_k_softmax": "softmax",
     "top_k_of_entmax": "softmax",

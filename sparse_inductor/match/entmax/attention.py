@@ -59,9 +59,23 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         found = read_probabilities(view, p, _axes(p, atoms), told=not product.weight)
         if found is not None and p.written:
             raise NoMatch("the probabilities are changed in place through a view of them", p.node)
-        if found is not None:
+        if found is None:
+            continue
+        try:
             return _Reader(view, node, product, p, v, atoms, found).read()
+        except NoMatch:
+            if _is_gate(view, found, p, v):
+                return None
+            raise
     return None
+
+
+def _is_gate(view: GraphView, found: Probabilities, p: Operand, v: Operand) -> bool:
+    """Whether probabilities weigh a row's own features, or are those of a linear layer: which experts, say."""
+    scores, _ = view.behind(found.found.source, COPIES | {"cast", "mul", "div", "masked_fill"})
+    product = contraction(view, scores)
+    layer = product is not None and product.weight and not same_size(view.shape(scores)[-1], 1)
+    return {*p.axes} == {*v.axes} or layer
 
 
 def _check_operands(view: GraphView, node: fx.Node) -> None:

@@ -105,6 +105,19 @@ def pooled_by_a_sum(q, k, v, mask):
     return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
 
 
+@seen("a layer's outputs are experts, no keys", pattern="entmax_attention")
+def routed_to_experts(q, k, v, mask):
+    """what every expert is given"""
+    gates = entmax.entmax15(F.linear(k, torch.eye(D)[:4] + 0.1) / 2, dim=-1)
+    return torch.einsum("bhse,bhsd->bhed", gates, v)
+
+
+@seen("a row's own features are weighed", pattern="entmax_attention")
+def features_weighed(q, k, v, mask):
+    """TabNet's mask, and a sum"""
+    return (entmax.sparsemax(q, dim=-1) * v).sum(-1)
+
+
 @seen("three tensors make the scores", pattern="entmax_attention")
 def bilinear_scores_in_one_einsum(q, k, v, mask):
     """q W k"""
