@@ -195,11 +195,9 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, eve
             )
             per_element = low.per_element
         else:
-            want = winner_dtype is not None
             values, winner, peak, per_element = _cuda_forward(
-                x, weight, bias, flat_rows, p, out_dtype, want
+                x, weight, bias, flat_rows, p, out_dtype, winner_dtype
             )
-            winner = winner.to(winner_dtype) if want else None
     return values.view(*lead, V), winner, peak, per_element
 
 
@@ -208,7 +206,7 @@ def _has_kernels(x: Tensor, V: int) -> bool:
     return launches(x) and x.dtype != torch.float64 and x.numel() > 0 and V > 0
 
 
-def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
+def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, winner_dtype):
     """(values, winner, peak, per_element)."""
     from ..kernels.splade_head import forward as kernel
     from ..kernels.splade_head.positions import classify
@@ -221,13 +219,13 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
     if fast:
         out = kernel.forward(
             x, weight, bias, add, fill, p.scalar,
-            out_dtype=out_dtype, want_winner=want_winner, positions=low,
+            out_dtype=out_dtype, winner_dtype=winner_dtype, positions=low,
         )  # fmt: skip
     else:
         out = kernel.forward(
             x, weight, bias, add, fill, p.outer,
             inner=p.inner, rows=rows, per_element=per_element, outer_fast=p.scalar,
-            out_dtype=out_dtype, want_winner=want_winner, positions=low,
+            out_dtype=out_dtype, winner_dtype=winner_dtype, positions=low,
         )  # fmt: skip
     return *out, per_element
 

@@ -73,18 +73,16 @@ def check(
     dtype = out_dtype or hidden.dtype
     kwargs = {"inner": inner, "rows": rows, "out_dtype": dtype}
     values, winner, peak = forward(
-        hidden, weight, bias, add, fill, outer, want_winner=True, **kwargs
+        hidden, weight, bias, add, fill, outer, winner_dtype=torch.int16, **kwargs
     )
     expected, z, y, dropped = reference(hidden, weight, bias, add, fill, outer, inner, rows)
     most = y.amax(1)
-    assert values.dtype == dtype and peak.dtype == torch.float32
+    assert (values.dtype, winner.dtype, peak.dtype) == (dtype, torch.int16, torch.float32)
     assert_close(values, expected, dtype)
     at_winner = z.gather(1, winner.long().clamp_min(0)[:, None]).squeeze(1)
     assert_close(peak, torch.where(winner < 0, peak.double(), at_winner), torch.float32)
     assert (peak[dropped.all(1)] == -math.inf).all()
-    only_values, *nothing = forward(
-        hidden, weight, bias, add, fill, outer, want_winner=False, **kwargs
-    )
+    only_values, *nothing = forward(hidden, weight, bias, add, fill, outer, **kwargs)
     assert torch.equal(only_values.isnan(), values.isnan()) and nothing == [None, None]
     assert torch.equal(only_values.nan_to_num(), values.nan_to_num())
     lost = dropped.all(1)[:, None].expand_as(winner)
@@ -150,7 +148,7 @@ def test_a_dropped_position_may_hold_nan(device):
 def test_nan_logits_give_nan(device):
     hidden, weight, bias = make(device, S=70, dtype=torch.bfloat16)
     hidden[1, 50, 3] = math.nan
-    values, _, _ = forward(hidden, weight, bias, None, None, RELU_LOG1P, want_winner=True)
+    values, _, _ = forward(hidden, weight, bias, None, None, RELU_LOG1P, winner_dtype=torch.int16)
     assert values[1].isnan().all() and values[[0, 2]].isfinite().all()
 
 
@@ -164,7 +162,7 @@ def test_fill_wins_where_it_exceeds_the_peak(device):
 def test_ties_go_to_the_first_position(device):
     hidden, weight, bias = make(device, S=300, dtype=torch.bfloat16)
     hidden[:] = hidden[:, :1]
-    _, winner, _ = forward(hidden, weight, bias, None, None, RELU_LOG1P, want_winner=True)
+    _, winner, _ = forward(hidden, weight, bias, None, None, RELU_LOG1P, winner_dtype=torch.int16)
     assert (winner == 0).all()
 
 
@@ -191,7 +189,7 @@ def test_strided_inputs(device):
 def test_empty_batch(device):
     hidden, weight, bias = make(device)
     values, winner, peak = forward(
-        hidden[:0], weight, bias, None, None, RELU_LOG1P, want_winner=True
+        hidden[:0], weight, bias, None, None, RELU_LOG1P, winner_dtype=torch.int16
     )
     assert values.shape == winner.shape == peak.shape == (0, 50)
 
@@ -238,7 +236,7 @@ def test_the_peak_of_a_plateau_is_the_logit_of_its_first_position(device):
     hidden, weight, bias = make(device, S=70)
     weight.abs_(), hidden.abs_().neg_(), bias.zero_()
     _, winner, peak = forward(
-        hidden, weight, bias, None, None, (), inner=steps.parse("relu"), want_winner=True
+        hidden, weight, bias, None, None, (), inner=steps.parse("relu"), winner_dtype=torch.int16
     )
     assert (winner == 0).all()
     assert_close(peak, hidden[:, 0].double() @ weight.double().T, torch.float32)
@@ -248,7 +246,7 @@ def test_the_peak_of_a_nan_is_nan(device):
     """Also where it is the steps that make it, of a logit that is none."""
     hidden, weight, bias = make(device, S=70)
     values, _, peak = forward(
-        hidden, weight, bias, None, None, (), inner=steps.parse("log"), want_winner=True
+        hidden, weight, bias, None, None, (), inner=steps.parse("log"), winner_dtype=torch.int16
     )
     assert values.isnan().all() and peak.isnan().all()
 
@@ -276,11 +274,13 @@ def test_each_sequence_takes_its_own_path(device, flags, B, monkeypatch):
     per_element = FLAGS[flags](torch.arange(B)).to(device)
     inner, outer = steps.parse("relu | row_mul(0)"), steps.parse("log1p")
     both = forward(
-        hidden, weight, bias, add, None, outer, inner=inner, rows=rows, want_winner=True,
+        hidden, weight, bias, add, None, outer, inner=inner, rows=rows, winner_dtype=torch.int16,
         per_element=per_element, outer_fast=RELU_LOG1P,
     )  # fmt: skip
-    slow = forward(hidden, weight, bias, add, None, outer, inner=inner, rows=rows, want_winner=True)
-    fast = forward(hidden, weight, bias, add, None, RELU_LOG1P, want_winner=True)
+    slow = forward(
+        hidden, weight, bias, add, None, outer, inner=inner, rows=rows, winner_dtype=torch.int16
+    )
+    fast = forward(hidden, weight, bias, add, None, RELU_LOG1P, winner_dtype=torch.int16)
     for actual, one, other in zip(both, slow, fast, strict=True):
         expected = torch.where(per_element[:, None], one, other)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

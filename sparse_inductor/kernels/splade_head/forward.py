@@ -263,11 +263,6 @@ def _peak_kernel(
             tl.store(peak + out, best, mask=in_v)
 
 
-def _winner_dtype(S: int) -> torch.dtype:
-    """The smallest signed integer that holds every position 0..S-1 and -1."""
-    return torch.int8 if S <= 2**7 else torch.int16 if S <= 2**15 else torch.int32
-
-
 def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False):
     """The portable kernel over all sequences, or over those with flags[b] == want."""
     hidden, weight, bias, add, fill = operands
@@ -318,7 +313,7 @@ def forward(
     per_element: torch.Tensor | None = None,
     outer_fast: Program | None = None,
     out_dtype: torch.dtype | None = None,
-    want_winner: bool = False,
+    winner_dtype: torch.dtype | None = None,
     positions: Positions | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Values [B, V] of the SPLADE head and, if wanted, winner and peak [B, V].
@@ -343,22 +338,21 @@ def forward(
 
     positions: what `classify` says of `add`, if it is known already.
 
-    winner: position of the first maximum, in the smallest signed integer that holds S; -1 where
-    fill[b] exceeds the value or no position is kept. peak fp32. Both are None unless
-    `want_winner`.
+    winner: position of the first maximum, in `winner_dtype`, a signed integer that holds S - 1; -1 where
+    fill[b] exceeds the value or no position is kept. peak fp32. Both are None without a
+    `winner_dtype`.
 
     Raises ValueError if per_element is given without outer_fast.
     """
-    B, S, _ = hidden.shape
-    V = weight.shape[0]
+    B, V = hidden.shape[0], weight.shape[0]
     if per_element is not None and outer_fast is None:
         raise ValueError(
             "per_element needs outer_fast, the program of the sequences that skip inner"
         )
     values = torch.empty(B, V, device=hidden.device, dtype=out_dtype or hidden.dtype)
     winner = peak = None
-    if want_winner:
-        winner = torch.empty(B, V, device=hidden.device, dtype=_winner_dtype(S))
+    if winner_dtype is not None:
+        winner = torch.empty(B, V, device=hidden.device, dtype=winner_dtype)
         peak = torch.empty(B, V, device=hidden.device, dtype=torch.float32)
     if values.numel() == 0:
         return values, winner, peak
