@@ -129,6 +129,8 @@ def check_program(program, function, domain):
     x = torch.cat([torch.tensor([math.nan]), points(domain).detach()]).requires_grad_()
     y = function(x)
     (slope,) = torch.autograd.grad(y.sum(), x)
+    if any(step.fn == "elu" for step in program):  # that of NaN is NaN for vectors on a CPU in eager mode alone
+        (slope[:1],) = torch.autograd.grad(function(one := x[:1]).sum(), one)
     ours, our_slope = dual(program, x.detach())
     torch.testing.assert_close(ours, y.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
     torch.testing.assert_close(our_slope, slope, rtol=1e-7, atol=1e-12, equal_nan=True)

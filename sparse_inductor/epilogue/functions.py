@@ -167,7 +167,7 @@ SCALAR: dict[str, Scalar] = {
     "elu": Scalar(  # alpha, scale
         2,
         lambda x, a, s: s * torch.where(x > 0, x, a * torch.expm1(x)),
-        lambda x, y, a, s: s * torch.where(x > 0, 1.0, a * torch.exp(x)),
+        lambda x, y, a, s: s * torch.where(x <= 0, a * torch.exp(x), 1.0),
     ),
     "softplus": Scalar(  # beta, threshold: linear above threshold / beta
         2,

@@ -226,7 +226,7 @@ def _slope(x, y, STEPS: tl.constexpr, AT: tl.constexpr):
     if FN == "leaky_relu":
         return tl.where(x > 0.0, 1.0, C0)
     elif FN == "elu":
-        return C1 * tl.where(x > 0.0, 1.0, C0 * _exp(x))
+        return C1 * tl.where(x <= 0.0, C0 * _exp(x), 1.0)
     elif FN == "softplus":
         return tl.where(x * C0 > C1, 1.0, _sigmoid(x * C0))
     elif FN == "log":
