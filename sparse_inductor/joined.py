@@ -2,7 +2,7 @@
 
 Dynamo ends the graph at a call of the entmax package in training, or of a copy of its autograd Functions; with
 `match.leaves` it goes on. The whole may be refused, or computed otherwise, by what stands behind Dynamo. In parts, such
-a program runs.
+a program runs. Where nothing in the whole is rewritten, Dynamo ends the graph as it does by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .graph.fakes import attribute, fake, tensors_in
 from .match.entmax import leaves
 from .rehearsal import differentiating_fakes
 
-__all__ = ["why_in_parts"]
+__all__ = ["joined_in_vain", "why_in_parts"]
 
 _OPERATORS = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
@@ -55,6 +55,11 @@ def why_in_parts(graph: fx.Graph) -> str | None:
     except Exception as error:
         log.debug("a graph could not be tried out: %s: %s", type(error).__name__, error)
     return None
+
+
+def joined_in_vain(graph: fx.Graph) -> bool:
+    """Whether a graph in which nothing is rewritten is one only because of `match.leaves`."""
+    return compat.has_joined() and torch.is_grad_enabled() and _joins(graph)
 
 
 def _joins(graph: fx.Graph) -> bool:
@@ -154,11 +159,34 @@ def _forward_and_backward(graph: fx.Graph, inputs: list[Any]) -> None:
     with differentiating_fakes(), mode or contextlib.nullcontext():
         # What is written to may be an input.
         given = [t.clone() if _is_tensor(t) else t for t in leaf]
-        results = [t for t in tensors_in(fx.Interpreter(module).run(*given)) if t.requires_grad]
+        results = [t for t in tensors_in(_run(module, given)) if t.requires_grad]
         wanted = [t for t in leaf if _is_tensor(t) and t.requires_grad]
         if results and wanted:
             grads = [torch.empty_like(t) for t in results]
             torch.autograd.grad(results, wanted, grads, allow_unused=True)
+
+
+class _Trial(fx.Interpreter):
+    """Runs a graph on fakes: within inference_mode, where autocast does nothing to them, as within no_grad."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "__name__", "") == "_enter_inference_mode" and args[0]:
+            mode = torch.no_grad()
+            mode.__enter__()
+            return mode
+        return super().call_function(target, args, kwargs)
+
+
+def _run(module: fx.GraphModule, given: list[Any]) -> Any:
+    """What a graph makes of its inputs; where it fails, the modes are left that it was in."""
+    trial = _Trial(module)
+    with torch.enable_grad():
+        try:
+            return trial.run(*given)
+        finally:
+            for value in reversed([*trial.env.values()]):
+                if hasattr(value, "__exit__"):
+                    value.__exit__(None, None, None)
 
 
 def _is_tensor(value: Any) -> bool:

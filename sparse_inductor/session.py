@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from . import compat
-from .joined import why_in_parts
+from .joined import joined_in_vain, why_in_parts
 from .notices import warn
 from .pattern import Pattern
 from .policy.worth import Policy
@@ -214,7 +214,9 @@ class _RewriteSlot(_OurPass):
             return
         if compat.current_frame() is not None and (reason := why_in_parts(graph)) is not None:
             compat.end_graph_earlier(reason)
-        session.run(graph, fail_at_end_of_graph=session is self._session)
+        outcome = session.run(graph, fail_at_end_of_graph=session is self._session)
+        if not outcome.rewrites and joined_in_vain(graph):
+            compat.end_graph_where_dynamo_would("an entmax call is not rewritten")
 
 
 class _CacheKey(_OurPass):

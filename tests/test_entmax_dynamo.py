@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
+from sparse_inductor import compat, rewrite
 from sparse_inductor.match.entmax import leaves
 from sparse_inductor.testing import compile_without_codegen
 from support import heavy, only
@@ -190,6 +191,53 @@ def test_what_torch_alone_compiles_apart_from_a_call(program):
     expected = outcome(program)
     assert got[0] == expected[0]
     torch.testing.assert_close(got[1:], expected[1:])
+
+
+def test_what_is_tried_out_leaves_no_mode_behind(capfd):
+    """Autocast does nothing to fakes within inference_mode; and what fails there must not leave it on."""
+
+    def program(x, w):
+        y = entmax.sparsemax(x @ x.mT, -1) @ x
+        y.add_(1)
+        with torch.inference_mode():
+            return torch.einsum("...d,vd->...v", y, w)
+
+    def backend(gm, inputs):
+        return compat.pre_grad_passes(gm, inputs).forward
+
+    x, w = torch.randn(2, 4, 7, requires_grad=True), torch.randn(5, 7, requires_grad=True)
+    with only("entmax_attention", "entmax") as report, torch.autocast("cpu"):
+        got = torch.compile(program, backend=backend)(x, w)
+        torch.testing.assert_close(got, program(x, w))
+        assert report.rewrites and not rewrite.failures
+    assert "failed" not in capfd.readouterr().err
+
+
+def test_a_call_that_is_not_rewritten_ends_the_graph_as_without_the_plugin():
+    def program(x):
+        return entmax.sparsemax(x * 2, -1).sin()
+
+    def outcome(compiled):
+        x = inputs.clone().requires_grad_()
+        y = compiled(x)
+        return y, *torch.autograd.grad((y * WEIGHTS).sum(), x)
+
+    def graphs(**options):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        got = outcome(compile_without_codegen(program, **options))
+        torch.testing.assert_close(got, outcome(program))
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    inputs = torch.randn(4, 7)
+    alone = graphs()
+    assert alone > 1
+    with sparse_inductor.enabled(policy="auto"):
+        sparse_inductor.report().clear()
+        assert graphs() == alone
+        pending = sparse_inductor.report().pending
+        assert "test_entmax_dynamo" in pending[0].location and "few elements" in pending[0].reason
+        assert graphs(fullgraph=True) == 1
 
 
 def test_what_dynamo_cannot_trace_behind_a_call():

@@ -245,6 +245,7 @@ def end_graph_earlier(reason: str) -> None:
     raise UnsupportedMutationAliasingException(reason)
 
 
+_joined: WeakSet[Any] = WeakSet()
 _refused: WeakSet[Any] = WeakSet()
 
 
@@ -260,6 +261,7 @@ def may_join() -> bool:
         return False
     if current_frame() is None:
         return True
+    _joined.add(compile)
     frame = InstructionTranslator.current_tx().output.root_tx
     if "step" in vars(frame) or frame.one_graph:
         return True
@@ -281,6 +283,28 @@ def may_join() -> bool:
 
     frame.step = step
     return True
+
+
+def has_joined() -> bool:
+    """Whether Dynamo has gone on so in the compile under way."""
+    return current_frame() is not None and current_compile() in _joined
+
+
+def end_graph_where_dynamo_would(reason: str) -> None:
+    """Have Dynamo, which asks for a graph's code, begin anew and end the graph where it does by itself, if the program
+    lets it."""
+    from torch._dynamo import exc
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracing = InstructionTranslator.current_tx()
+    if tracing.one_graph or tracing.error_on_graph_break:
+        return
+    compile = current_compile()
+    _joined.discard(compile)
+    _refused.add(compile)
+    tracing.speculation_log.clear()
+    # The only one that Dynamo lets through from a backend.
+    raise exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
 def trace_class_methods() -> Any:
