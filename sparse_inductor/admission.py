@@ -10,6 +10,7 @@ import torch
 from . import compat
 from .ability import unimportable, unsupported_reason
 from .graph.checks import unsound
+from .graph.effects import storages
 from .graph.fakes import fake, tensors_in
 from .graph.view import label
 from .pattern import Match, Miss
@@ -56,6 +57,12 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
             if not compat.computes_as_tensors_do(type(t)):
                 reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
                 return Miss(reason, match.anchor)
+    kept = storages([fake(node) for node in match.inputs])
+    for node in view.graph.find_nodes(op="placeholder"):
+        kind = compat.given_class(node)
+        if not compat.computes_as_tensors_do(kind) and storages(fake(node)) & kept:
+            reason = f"{label(node)} is a {kind.__name__}, a subclass that no operator takes"
+            return Miss(reason, match.anchor)
     return unsound(view, match)
 
 

@@ -334,6 +334,19 @@ def test_a_tensor_with_functions_of_its_own_keeps_them():
     torch.testing.assert_close(got, wanted)
 
 
+REFUSED = {
+    "one too many": lambda z: entmax.sparsemax(z, -1, None, True),
+    "one twice": lambda z: entmax.entmax15(z, -1, dim=-1),
+    "another name": lambda z: entmax.entmax15(z, axis=-1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_the_package_refuses(name):
+    with only("entmax"), pytest.raises(TypeError):
+        torch.compile(REFUSED[name], backend="eager")(torch.randn(3, 5))
+
+
 def test_nothing_is_left_behind():
     from torch._dynamo import trace_rules
 

@@ -37,6 +37,9 @@ LOOKUPS = {
     "indexing": looked_up(lambda q, ids: q[:, ids]),
     "take": looked_up(lambda q, ids: q[0].take(ids)),
     "gather": looked_up(lambda q, ids: q[0].gather(0, ids.flatten()).view(ids.shape)),
+    "take_along_dim": looked_up(
+        lambda q, ids: torch.take_along_dim(q, ids.view(1, -1), 1).view(q.shape[0], *ids.shape)
+    ),
     "index_select": looked_up(
         lambda q, ids: q.index_select(1, ids.flatten()).view(q.shape[0], *ids.shape)
     ),

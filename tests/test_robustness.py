@@ -130,6 +130,29 @@ def test_nested_tensors_are_left_alone():
     assert len(sparse_inductor.report().rewrites) == 1 and not rewrite.failures
 
 
+class Labelled(torch.Tensor):
+    """A class of its own, with PyTorch's operations."""
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_inputs_of_another_class_are_left_alone(training):
+    """When a graph first runs, AOTAutograd lets no operator take them, PyTorch's own neither, which are handed views
+    here: those are plain tensors."""
+    sparse_inductor.enable(only="relu_ffn")
+    up, down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
+
+    def block(x):
+        return down(torch.relu(up(x)))
+
+    x = torch.randn(2, 3, 8)
+    with torch.set_grad_enabled(training):
+        got = torch.compile(block)(x.as_subclass(Labelled))
+    assert isinstance(got, Labelled) and got.requires_grad == training
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), block(x))
+    (miss,) = sparse_inductor.report().near_misses
+    assert miss.reason.endswith("is a Labelled, a subclass that no operator takes")
+
+
 WITHOUT_COMPILER = """
 import torch, sparse_inductor
 from programs import batch, encoder

@@ -321,6 +321,16 @@ def test_an_empty_vocabulary():
     assert not hidden.grad.any()
 
 
+def test_no_features():
+    bias, other = torch.linspace(-1, 1, 11, requires_grad=True), torch.linspace(-1, 1, 11)
+    values = splade_head(torch.empty(2, 7, 0), torch.empty(11, 0), bias)
+    wanted = log1p_relu(other.requires_grad_()).expand(2, -1)
+    torch.testing.assert_close(values, wanted)
+    values.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(bias.grad, other.grad)
+
+
 HIDDEN_LAYOUTS = {
     "strided": lambda h: h.repeat_interleave(2, -1)[..., ::2],
     "every_other_token": lambda h: h.repeat_interleave(2, 1)[:, ::2],

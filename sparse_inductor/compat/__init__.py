@@ -19,6 +19,7 @@ from .dynamo import (
     end_graph_earlier,
     end_graph_where_dynamo_would,
     fresh_capture,
+    given_class,
     graph_end,
     has_joined,
     held_by_a_module,

@@ -93,6 +93,16 @@ def held_by_a_module(node: fx.Node) -> bool:
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or ())
 
 
+def given_class(node: fx.Node) -> type:
+    """The class of the tensor that a graph is compiled for at an input, whose fake is mostly a plain tensor; a
+    parameter's own class changes nothing."""
+    arg = node.meta.get("grapharg")
+    example = None if arg is None else arg.example
+    if isinstance(example, torch.Tensor) and not isinstance(example, torch.nn.Parameter):
+        return type(example)
+    return torch.Tensor
+
+
 def may_recompile(code: types.CodeType | None) -> bool:
     """Whether the program lets Dynamo compile a frame of this code anew, and leaves room for it: less than half of the
     versions that Dynamo keeps of a frame are there."""

@@ -259,7 +259,7 @@ def _backward(
     # What the row operands hold was settled in the forward; only which sequences it concerns is needed here.
     low = Lowered(plan(steps, argmax), None, None, per_element if len(per_element) else None)
     with autocast_off(hidden.device.type):
-        if grad.numel() == 0 or x.shape[2] == 0:
+        if grad.numel() == 0:
             grads = tuple(
                 t.new_zeros(t.shape) if n and t is not None else None
                 for t, n in zip((x, weight, bias), needs)

@@ -287,6 +287,7 @@ TRUE["entmax"] = {
     "budget": ("budget", "budget_bisect("),
     "not_renormalised": ("ensure_sum_one=False", "entmax_bisect("),
     "few_steps": ("n_iter=4", "entmax_bisect("),
+    "infinite_alpha": ("alpha=inf is no sparse", "entmax_bisect("),
     "masked_before_and_after_a_triangle": ("masked twice are masked", "> 3"),
     "pooled_by_a_sum": ("scores come from sum", "k.sum(-1)"),
     "bilinear_scores_in_one_einsum": ("einsum of 3 tensors makes the scores", "torch.einsum("),

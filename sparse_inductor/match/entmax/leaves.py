@@ -80,14 +80,16 @@ def _as_without_us(X):
 
 def _traced(own, leaf, count):
     """What Dynamo traces where the package's function `own` is called: `leaf`, of its first `count` arguments; `own`
-    itself where no leaf can stand."""
+    itself where no leaf can stand, or where it refuses the arguments."""
     signature = inspect.signature(own)
     names = tuple(signature.parameters)
     defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
 
     def call(*args, **kwargs):
-        given = {**defaults, **dict(zip(names, args)), **kwargs}
-        if _as_without_us(given[names[0]]):
+        passed = {**dict(zip(names, args)), **kwargs}
+        given = {**defaults, **passed}
+        fits = len(passed) == len(args) + len(kwargs) and len(given) == len(names)
+        if not fits or _as_without_us(given[names[0]]):
             return own(*args, **kwargs)
         return leaf(*[given[name] for name in names[:count]])
 

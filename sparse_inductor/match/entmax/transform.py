@@ -143,7 +143,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         if (
             power is not None and power > 2
         ):  # p is a root of what is left: it takes as many times more of them
-            enough = min(50, math.ceil(enough * (power - 1)))
+            enough = math.ceil(min(50, enough * (power - 1)))
         if not isinstance(steps, int) or steps < enough:
             raise NoMatch(
                 f"n_iter={steps} stops before {view.dtype(x)} is exact (about {enough} steps), so "
@@ -179,7 +179,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
 
 
 def _sane(alpha: float, node: fx.Node) -> float:
-    if not alpha > 1:
+    if not 1 < alpha < math.inf:
         what = "is softmax, which has no zeros" if alpha == 1 else "is no sparse transformation"
         raise NoMatch(f"alpha={alpha:g} {what}", node)
     return alpha

@@ -203,7 +203,8 @@ def table_gradient(call: Call) -> str | None:
 
 
 def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
-    """torch.gather: along every other axis either the table or the index repeats itself."""
+    """torch.gather, and take_along_dim, which takes the remainder of any number: along every other axis either the
+    table or the index repeats itself."""
     table, index = call["input"], call["index"]
     if not (view.is_tensor(table) and _are_ids(view, index)) or call.get("dim") is None:
         return None
@@ -232,7 +233,9 @@ def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
         return e.method("t", t) if batch is not None and batch > dim else t
 
     def make_ids(e: Emitter) -> fx.Node:
-        return index if batch is None else e.method("select", index, batch, 0)
+        ids = index if batch is None else e.method("select", index, batch, 0)
+        wraps = call.name == "take_along_dim"
+        return e.call(torch.remainder, ids, e.size(table, dim)) if wraps else ids
 
     features = batch is not None and batch > dim and not is_transposed(view, table)
     return Gather(node, table, index, make_table, make_ids, batch, features)

@@ -82,6 +82,12 @@ def few_steps(x):
     return entmax.entmax_bisect(x, alpha=1.5, n_iter=4)
 
 
+@seen_rows("no number of steps is enough", modes=INFER)
+def infinite_alpha(x):
+    """alpha=inf"""
+    return entmax.entmax_bisect(x, alpha=math.inf)
+
+
 @seen("the mask comes after the normalisation", pattern="entmax_attention")
 def masked_afterwards(q, k, v, mask):
     """rows no longer sum to one"""
