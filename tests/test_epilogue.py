@@ -129,7 +129,8 @@ def check_program(program, function, domain):
     x = torch.cat([torch.tensor([math.nan]), points(domain).detach()]).requires_grad_()
     y = function(x)
     (slope,) = torch.autograd.grad(y.sum(), x)
-    if any(step.fn == "elu" for step in program):  # that of NaN is NaN for vectors on a CPU in eager mode alone
+    # The slope of elu at NaN is NaN for vectors on a CPU in eager mode alone.
+    if any(step.fn == "elu" for step in program):
         (slope[:1],) = torch.autograd.grad(function(one := x[:1]).sum(), one)
     ours, our_slope = dual(program, x.detach())
     torch.testing.assert_close(ours, y.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
