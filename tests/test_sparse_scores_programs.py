@@ -87,3 +87,20 @@ def test_the_top_of_a_single_query_is_the_operators(name):
     with sparse_inductor.enabled(only="sparse_scores"):
         (rewrite,) = check(BY_NAME[name]).report.rewrites
     assert rewrite.note.endswith("the scores are not written") == name.endswith("infer")
+
+
+def test_a_gradient_that_is_asked_for_as_a_sparse_tensor():
+    """`gather(sparse_grad=True)`; without gradients it is a gather like any other."""
+    ids = torch.arange(24).view(6, 4) % 10
+
+    def scores(q):
+        taken = q.gather(0, ids.flatten(), sparse_grad=True).view(6, 4)
+        return (taken * torch.arange(4.0)).sum(-1)
+
+    q, other = torch.rand(10, requires_grad=True), torch.rand(10)
+    with sparse_inductor.enabled(only="sparse_scores"):
+        compile_without_codegen(scores)(q).sum().backward()
+        (miss,) = sparse_inductor.report().near_misses
+        assert miss.reason == "the gradient is asked for as a sparse tensor" and q.grad.is_sparse
+        torch.testing.assert_close(compile_without_codegen(scores)(other), scores(other))
+        assert len(sparse_inductor.report().rewrites) == 1

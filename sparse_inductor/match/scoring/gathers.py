@@ -199,7 +199,8 @@ def table_gradient(call: Call) -> str | None:
         return "padding_idx keeps the gradient of one entry out"
     if call.get("scale_grad_by_freq"):
         return "scale_grad_by_freq divides the gradient by how often an entry is read"
-    return "the gradient is asked for as a sparse tensor" if call.get("sparse") else None
+    sparse = call.get("sparse") or call.get("sparse_grad")
+    return "the gradient is asked for as a sparse tensor" if sparse else None
 
 
 def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
@@ -238,4 +239,6 @@ def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
         return e.call(torch.remainder, ids, e.size(table, dim)) if wraps else ids
 
     features = batch is not None and batch > dim and not is_transposed(view, table)
-    return Gather(node, table, index, make_table, make_ids, batch, features)
+    return Gather(
+        node, table, index, make_table, make_ids, batch, features, gradient=table_gradient(call)
+    )
