@@ -130,3 +130,20 @@ def test_inference(kind, expected):
         y = compile_without_codegen(model)(x)
         assert counted(sparse_inductor.report()) == expected
         torch.testing.assert_close(y, model(x))
+
+
+def test_a_crosscoder_is_no_attention():
+    """Rectified codes times a dictionary for each layer."""
+
+    class Crosscoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = torch.nn.Parameter(torch.randn(3, 8, 64))
+            self.decoder = torch.nn.Parameter(torch.randn(64, 3, 8))
+
+        def forward(self, x):
+            codes = torch.einsum("bld,ldn->bn", x, self.encoder).relu()
+            return torch.einsum("bn,nld->bld", codes, self.decoder)
+
+    report = sparse_inductor.explain(Crosscoder(), torch.randn(6, 3, 8)).report
+    assert not [m for m in report.near_misses if m.pattern == "entmax_attention"]
