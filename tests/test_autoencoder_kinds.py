@@ -139,11 +139,11 @@ def test_a_crosscoder_is_no_attention():
         def __init__(self):
             super().__init__()
             self.encoder = torch.nn.Parameter(torch.randn(3, 8, 64))
-            self.decoder = torch.nn.Parameter(torch.randn(64, 3, 8))
+            self.decoders = torch.nn.ParameterList(torch.randn(3, 64, 8).unbind())
 
         def forward(self, x):
             codes = torch.einsum("bld,ldn->bn", x, self.encoder).relu()
-            return torch.einsum("bn,nld->bld", codes, self.decoder)
+            return torch.einsum("bn,nld->bld", codes, torch.stack([*self.decoders], 1))
 
     report = sparse_inductor.explain(Crosscoder(), torch.randn(6, 3, 8)).report
     assert not [m for m in report.near_misses if m.pattern == "entmax_attention"]

@@ -40,6 +40,19 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
     return compat.marked_as_parameter(fake(original)) or "parameters" in original.name
 
 
+def made_of_parameters(view: GraphView, node: fx.Node) -> bool:
+    """Whether nothing but parameters goes into a tensor."""
+    queue, seen = [node], {node}
+    while queue:
+        one = queue.pop()
+        if not one.all_input_nodes and not is_parameter(view, one):
+            return False
+        new = [n for n in one.all_input_nodes if n not in seen]
+        seen.update(new)
+        queue += new
+    return True
+
+
 _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
 
 

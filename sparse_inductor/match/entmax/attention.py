@@ -21,7 +21,7 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.no_match import NoMatch
-from ...graph.values import is_parameter, rounds
+from ...graph.values import made_of_parameters, rounds
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
@@ -103,13 +103,9 @@ def are_probabilities(view: GraphView, node: fx.Node) -> bool:
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
     product = contraction(view, node)
-    if (
-        product is None
-        or product.weight
-        or any(is_parameter(view, t.node) for t in product.operands)
-    ):
-        return None  # a decoder's
-    if (rectified := rectified_product(view, node)) is None:
+    if product is None or product.weight or (rectified := rectified_product(view, node)) is None:
+        return None
+    if any(made_of_parameters(view, t.node) for t in product.operands):
         return None
     found, experts = rectified
     if experts or found & _NORMALISED:
