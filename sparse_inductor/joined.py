@@ -58,8 +58,19 @@ def why_in_parts(graph: fx.Graph) -> str | None:
 
 
 def joined_in_vain(graph: fx.Graph) -> bool:
-    """Whether a graph in which nothing is rewritten is one only because of `match.leaves`."""
-    return compat.has_joined() and torch.is_grad_enabled() and _joins(graph)
+    """Whether a frame's graph, in which no operator stands now, is one only because of `match.leaves`."""
+    module = graph.owning_module
+    frames = compat.graph_end(module) is not None and not compat.in_ddp_bucket(module)
+    joined = frames and compat.has_joined() and torch.is_grad_enabled()
+    return joined and _joins(graph) and not _has_operators(graph)
+
+
+def _has_operators(graph: fx.Graph) -> bool:
+    return any(
+        (compat.is_overload(node.target) and node.target.namespace == "sparse_inductor")
+        or any(_has_operators(body.graph) for body in _bodies(node))
+        for node in graph.nodes
+    )
 
 
 def _joins(graph: fx.Graph) -> bool:

@@ -77,21 +77,22 @@ class Session:
             and all(self.patterns[name] is other.patterns[name] for name in self.patterns)
         )
 
-    def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> Outcome:
-        """Rewrite a graph; the result is what it yielded. A strict session raises here what it cannot raise later
+    def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
+        """Rewrite a graph. A strict session raises here what it cannot raise later
         (`fail_at_end_of_graph`), or what is already certain."""
         outcome = RewritePass(self.patterns.values(), verify=self.verify, policy=self.policy).run(
             graph
         )
         self._note(outcome)
-        end = compat.graph_end(graph.owning_module) if self.strict else None
+        if not self.strict:
+            return
+        end = compat.graph_end(graph.owning_module)
         if end is None or end.broke:
-            return outcome  # of a strict session the rest of the program is still to come
+            return  # the rest of the program is still to come
         if fail_at_end_of_graph or self._missing().keys() & {
             m.pattern for m in outcome.near_misses
         }:
             self.check_strict()
-        return outcome
 
     def _note(self, outcome: Outcome) -> None:
         self.graphs += 1

@@ -214,8 +214,8 @@ class _RewriteSlot(_OurPass):
             return
         if compat.current_frame() is not None and (reason := why_in_parts(graph)) is not None:
             compat.end_graph_earlier(reason)
-        outcome = session.run(graph, fail_at_end_of_graph=session is self._session)
-        if not outcome.rewrites and joined_in_vain(graph):
+        session.run(graph, fail_at_end_of_graph=session is self._session)
+        if joined_in_vain(graph):
             compat.end_graph_where_dynamo_would("an entmax call is not rewritten")
 
 
