@@ -225,7 +225,7 @@ def _unknown(writer: fx.Node) -> bool:
 
 
 # What changes nothing where its argument and its result are alike, and what changes nothing with a number.
-_SAME = COPIES | frozenset("cast repeat tile pad cat stack floor ceil trunc round".split())
+_SAME = COPIES | frozenset("cast repeat tile pad cat".split())
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}
 
 
