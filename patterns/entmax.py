@@ -42,6 +42,9 @@ from sparse_inductor.policy.worth import Worth
 NAME = "entmax"
 OP = "sparse_inductor::entmax"
 
+# Calls that sort, the package's and those of its Functions, of which copies have the same.
+_SORTED = frozenset("entmax15 sparsemax autograd_function_apply getitem".split())
+
 
 @dataclasses.dataclass
 class RowsMatch:
@@ -142,19 +145,13 @@ class Entmax(Recogniser):
 
     def worth(self, match: RowsMatch, view: GraphView) -> Worth:
         source = fake(match.found.source)
-        name = view.name_of(match.found.node)
-        # What Inductor makes of sparsemax with a backward in fp32 is slower than the operator on short rows, too.
-        learns = source.requires_grad
-        sorts = name == "entmax15" or (
-            name == "sparsemax" and not (learns and source.dtype == torch.float32)
-        )
         return look_up(
             NAME,
             source.device,
             elements=expected_elements(source.shape),
             columns=expected(source.shape[match.found.dim]),
-            sorts=sorts,
-            training=int(learns),
+            sorts=view.name_of(match.found.node) in _SORTED,
+            training=int(source.requires_grad),
         )
 
     def resolve(
