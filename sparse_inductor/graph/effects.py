@@ -234,7 +234,8 @@ def _copy_of(node: fx.Node) -> fx.Node | None:
     name, given = name_of(node), node.all_input_nodes
     if len(given) != 1 or not all(isinstance(fake(n), torch.Tensor) for n in (node, *given)):
         return None
-    if name not in _SAME and (name not in _NEUTRAL or _NEUTRAL[name] not in node.args[1:2]):
+    numbers = node.args if name in ("add", "mul") else node.args[1:2]
+    if name not in _SAME and (name not in _NEUTRAL or _NEUTRAL[name] not in numbers):
         return None
     return given[0] if same_geometry(node, given[0]) else None
 
