@@ -18,6 +18,7 @@ from torch import fx
 from . import compat
 from .graph.effects import Effects, gives_memory, storages, written
 from .graph.fakes import attribute, fake, tensors_in
+from .graph.names import is_operator
 from .match.entmax import leaves
 from .rehearsal import differentiating_fakes
 
@@ -67,8 +68,7 @@ def joined_in_vain(graph: fx.Graph) -> bool:
 
 def _has_operators(graph: fx.Graph) -> bool:
     return any(
-        (compat.is_overload(node.target) and node.target.namespace == "sparse_inductor")
-        or any(_has_operators(body.graph) for body in _bodies(node))
+        is_operator(node) or any(_has_operators(body.graph) for body in _bodies(node))
         for node in graph.nodes
     )
 

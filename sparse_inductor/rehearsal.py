@@ -15,6 +15,7 @@ from torch import fx
 
 from . import compat
 from .graph.fakes import fake, tensors_in
+from .graph.names import is_operator
 
 __all__ = ["differentiating_fakes", "rehearse"]
 
@@ -34,7 +35,7 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
     try:
         for node in inserted:
             learning[node] = node.target != "detach" and any(map(needs_grad, node.all_input_nodes))
-            if not _is_ours(node) or not torch.is_grad_enabled() or not learning[node]:
+            if not is_operator(node) or not torch.is_grad_enabled() or not learning[node]:
                 continue  # its forward has run when the node was made
             arguments = (node.args, node.kwargs)
             described = fx.map_arg(arguments, lambda n: _describe(fake(n), needs_grad(n)))
@@ -65,10 +66,6 @@ def differentiating_fakes() -> Iterator[None]:
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"
 
 
 def _describe(value: Any, needs_grad: bool) -> str:

@@ -22,7 +22,7 @@ from .fakes import attribute, fake, same_size, same_sizes, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 from .vocabulary import COPIES
 
-__all__ = ["Effects", "gives_memory", "same_geometry", "storages", "written"]
+__all__ = ["Effects", "gives_memory", "made_of", "same_geometry", "storages", "written"]
 
 _UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -143,6 +143,16 @@ def written(node: fx.Node) -> list[fx.Node]:
         out.append(kwargs.get("out"))
     out += _unsaid(target, args, kwargs)
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
+
+
+def made_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and all that goes into it, each once."""
+    queue, seen = [node], {node}
+    while queue:
+        yield (one := queue.pop())
+        new = [n for n in one.all_input_nodes if n not in seen]
+        seen.update(new)
+        queue += new
 
 
 def gives_memory(node: fx.Node) -> bool:
@@ -358,15 +368,10 @@ class Effects:
             if (creator := self.creator(target)) is not None and creator.op in _GIVEN
             for key in self._of(target)
         }
-        queue, seen = [node] if later else [], {node}
-        while queue:
-            one = queue.pop()
+        for one in made_of(node) if later else ():
             if one.op in _GIVEN:
                 for key in self._of(one) & later.keys():
                     return later[key]
-            new = [n for n in one.all_input_nodes if n not in seen]
-            seen.update(new)
-            queue += new
         return None
 
     def _through_data(self, target: Any) -> bool:

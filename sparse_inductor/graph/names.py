@@ -22,6 +22,7 @@ __all__ = [
     "INPLACE_OPERATORS",
     "Call",
     "canonical",
+    "is_operator",
     "is_plain",
     "name_of",
     "stored",
@@ -269,6 +270,11 @@ def _spelling(op: str, target: Any) -> _Spelling | None:
     name = raw[:-1] if inplace else raw
     name = _ALIASES.get(name, name)
     return _Spelling(name, inplace or name == "setitem", op == "call_method")
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a node calls an operator of ours."""
+    return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"
 
 
 def is_plain(target: Any) -> bool:

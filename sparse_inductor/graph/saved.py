@@ -20,6 +20,7 @@ from .contraction import contraction
 from .effects import storages
 from .emit import Emitter
 from .fakes import fake, memory_order, require_grad, tensors_in
+from .names import is_operator
 from .view import GraphView
 
 __all__ = ["copying_what_is_written", "for_the_caller"]
@@ -118,8 +119,7 @@ def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 def _saves(node: fx.Node) -> bool:
     """Whether a node is an operator of ours that autograd records."""
-    ours = compat.is_overload(node.target) and (node.target.namespace == "sparse_inductor")
-    return ours and any(t.requires_grad for t in tensors_in(fake(node)))
+    return is_operator(node) and any(t.requires_grad for t in tensors_in(fake(node)))
 
 
 def _copy(node: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .. import compat
+from .effects import made_of
 from .fakes import bounds
 from .indices import expanded_index, only_slices
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
@@ -42,15 +43,7 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
 
 def made_of_parameters(view: GraphView, node: fx.Node) -> bool:
     """Whether nothing but parameters goes into a tensor."""
-    queue, seen = [node], {node}
-    while queue:
-        one = queue.pop()
-        if not one.all_input_nodes and not is_parameter(view, one):
-            return False
-        new = [n for n in one.all_input_nodes if n not in seen]
-        seen.update(new)
-        queue += new
-    return True
+    return all(one.all_input_nodes or is_parameter(view, one) for one in made_of(node))
 
 
 _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
