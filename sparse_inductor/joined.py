@@ -34,6 +34,7 @@ def why_in_parts(graph: fx.Graph) -> str | None:
     where it need not."""
     if not torch.is_grad_enabled() or not _joins(graph):
         return None
+    effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         if gives_memory(node):
             return "an entmax call stands in a graph that gives a tensor other memory"
@@ -42,16 +43,19 @@ def why_in_parts(graph: fx.Graph) -> str | None:
         if written(node):
             # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
             return f"an entmax call stands in a graph in which the body of {node.target} writes"
+        if any(_joins(body.graph) for body in _bodies(node)) and any(map(effects.writers_to, node.users)):
+            # It puts the body in the caller's graph, where what the body's backward reads is not computed again.
+            return f"an entmax call stands in the body of {node.target}, whose result is written to"
         if compat.marks_every_result(node.target) and _lets_one_go(node):
             return "an entmax call stands in a region of which one result requires no gradient"
     if _reads_what_it_wrote_to_a_module(graph):
         return "an entmax call stands in a graph that writes to a module's tensor and reads it then"
     if _returns_a_view_twice(graph):
         return "an entmax call stands in a graph that returns a view and what is detached of it"
-    if _returns_a_copy(graph):
+    if _returns_a_copy(graph, effects):
         return "an entmax call stands in a graph that returns a copy of what it computes"
     try:
-        if any(map(written, graph.nodes)) and _refused(graph):
+        if effects.writers and _refused(graph):
             return "an entmax call stands in a graph that writes to what autograd saved"
     except Exception as error:
         log.debug("a graph could not be tried out: %s: %s", type(error).__name__, error)
@@ -135,10 +139,9 @@ def _returns_a_view_twice(graph: fx.Graph) -> bool:
     return bool(views & others - given)
 
 
-def _returns_a_copy(graph: fx.Graph) -> bool:
+def _returns_a_copy(graph: fx.Graph, effects: Effects) -> bool:
     """Whether Inductor may return, in the place of a copy, a tensor that the graph saves: a write of the caller's would
     change the gradients without a word."""
-    effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
     return any(
         effects.sharing(source) is not None
         for node in graph.output_node().all_input_nodes

@@ -138,6 +138,28 @@ def written_by_a_checkpoint(linear, x):
     return entmax.sparsemax(linear(x), -1)
 
 
+def result_of_a_checkpoint_written_to(linear, x):
+    p = checkpoint(lambda z: entmax.sparsemax(z, -1), linear(x), use_reentrant=False)
+    return p.add_(0.5)
+
+
+def list_with_a_checkpoint_s_result_written_to(linear, x):
+    p = checkpoint(lambda z: entmax.entmax_bisect(z, 1.3), linear(x), use_reentrant=False)
+    torch._foreach_mul_([p], 2.0)
+    return p
+
+
+def view_of_a_checkpoint_s_result_written_to(linear, x):
+    p, z = checkpoint(lambda z: (entmax.entmax15(z, -1), z * 2), linear(x), use_reentrant=False)
+    p.mT.data[0].zero_()
+    return p, z
+
+
+def region_that_returns_its_input(linear, x):
+    region = torch.compiler.nested_compile_region(lambda z: (entmax.sparsemax(z, -1), z))
+    return region(linear(x))
+
+
 def one_result_without_gradient(linear, x):
     region = torch.compiler.nested_compile_region(lambda z, x: (entmax.entmax15(z, -1), x.exp()))
     return region(linear(x), x.detach())
@@ -161,6 +183,10 @@ def view_and_what_is_detached(linear, x):
 
 APART = [
     written_by_a_checkpoint,
+    result_of_a_checkpoint_written_to,
+    list_with_a_checkpoint_s_result_written_to,
+    view_of_a_checkpoint_s_result_written_to,
+    region_that_returns_its_input,
     one_result_without_gradient,
     given_other_memory,
     written_to_a_module,
@@ -170,8 +196,9 @@ APART = [
 
 @pytest.mark.parametrize("program", APART)
 def test_what_torch_alone_compiles_apart_from_a_call(program):
-    """AOTAutograd writes again in the backward of one graph what a checkpoint wrote, and to a module's tensor, which it
-    takes for one that stays; all results of a region require a gradient up to torch 2.11; a linear reads the memory in
+    """AOTAutograd writes again in the backward of one graph what a checkpoint wrote, saves what a checkpoint returned,
+    and computes from a module's tensor, which it takes for one that stays; Dynamo refuses a region that returns its
+    input; all results of a region require a gradient up to torch 2.11; a linear reads the memory in
     one graph that its weight had before; and views of one tensor get one another's shape."""
 
     def outcome(compiled):

@@ -28,6 +28,7 @@ from .dynamo import (
     keep_in_graph,
     may_join,
     may_recompile,
+    part_what_fails_joined,
     reset_dynamo,
     resets,
     substitute_in_graph,

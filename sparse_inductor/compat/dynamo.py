@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -54,24 +53,6 @@ def current_code() -> types.CodeType | None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return None if current_frame() is None else InstructionTranslator.current_tx().f_code
-
-
-def _in_region_with_a_property() -> bool:
-    """Whether Dynamo traces the body of a `nested_compile_region` that reads a property of an argument, as `.mT`, where
-    the argument was computed: up to torch 2.13 it cannot close such a body, and a program is compiled only where
-    something else in the body makes Dynamo give the region up before."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    if current_frame() is None:
-        return False
-    tracer = InstructionTranslator.current_tx().output.current_tracer
-    while tracer.parent is not None:
-        taken = getattr(tracer, "lifted_freevars", ())
-        reads = any(getattr(outer.node, "target", None) is getattr for outer in taken)
-        if reads and tracer.source_target is torch.ops.higher_order.invoke_subgraph:
-            return True
-        tracer = tracer.parent
-    return False
 
 
 _resets = 0
@@ -260,39 +241,44 @@ _refused: WeakSet[Any] = WeakSet()
 
 
 def may_join() -> bool:
-    """Whether Dynamo may go on where it would end the graph: not in a region that it closes only if it ends, and not
-    where the compile under way has failed so. From then on it begins anew where what comes next cannot be traced,
-    unless the program wants one graph."""
+    """Whether Dynamo may go on where it would end the graph: not where the compile under way has failed so."""
+    compile = current_compile()
+    if compile in _refused:
+        return False
+    if current_frame() is not None:
+        _joined.add(compile)
+    return True
+
+
+def part_what_fails_joined() -> Callable[[], None]:
+    """Have Dynamo begin a frame anew, and end its graphs as it does by itself, where it has gone on (`may_join`) and
+    then cannot trace the frame, unless the program wants one graph; the result undoes it."""
     from torch._dynamo import exc
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    compile = current_compile()
-    if _in_region_with_a_property() or compile in _refused:
-        return False
-    if current_frame() is None:
-        return True
-    _joined.add(compile)
-    frame = InstructionTranslator.current_tx().output.root_tx
-    if "step" in vars(frame) or frame.one_graph:
-        return True
-    kept = weakref.ref(frame)
+    inherited: Any = super(InstructionTranslator, InstructionTranslator).step
 
-    def step() -> bool:
-        tracing: Any = kept()
+    def step(self: Any) -> bool:
         try:
-            return bool(type(tracing).step(tracing))
-        except exc.TorchDynamoException as error:
-            if not isinstance(error, exc.TorchRuntimeError):  # what Dynamo itself acts on
-                raise
-            reason = error
+            return bool(inherited(self))
         except Exception as error:
-            reason = error
-        _refused.add(compile)
-        tracing.speculation_log.clear()
-        raise exc.RestartAnalysis(restart_reason=str(reason)) from reason
+            failed = exc.TorchRuntimeError, exc.UncapturedHigherOrderOpError
+            dynamo_acts = isinstance(error, exc.TorchDynamoException) and not isinstance(error, failed)
+            compile = current_compile()
+            if dynamo_acts or self.one_graph or compile not in _joined or compile in _refused:
+                raise
+            _refused.add(compile)
+            self.speculation_log.clear()
+            raise exc.RestartAnalysis(restart_reason=str(error)) from error
 
-    frame.step = step
-    return True
+    own: Any = InstructionTranslator
+    own.step = step
+
+    def undo() -> None:
+        if vars(own).get("step") is step:
+            del own.step
+
+    return undo
 
 
 def has_joined() -> bool:

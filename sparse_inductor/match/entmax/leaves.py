@@ -130,6 +130,7 @@ def show_entmax() -> Callable[[], None]:
 
 def _install() -> None:
     _undo.append(compat.trace_class_methods())
+    _undo.append(compat.part_what_fails_joined())
     try:
         import entmax
     except ImportError:
