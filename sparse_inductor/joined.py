@@ -30,9 +30,9 @@ log = logging.getLogger("sparse_inductor")
 
 
 def why_in_parts(graph: fx.Graph) -> str | None:
-    """Why a graph that Dynamo would end at such a function has to be compiled in parts; None for any other graph, and
+    """Why a graph that is one only because of `match.leaves` has to be compiled in parts; None for any other graph, and
     where it need not."""
-    if not torch.is_grad_enabled() or not _joins(graph):
+    if not _is_joined(graph):
         return None
     effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
     for node in graph.nodes:
@@ -63,11 +63,14 @@ def why_in_parts(graph: fx.Graph) -> str | None:
 
 
 def joined_in_vain(graph: fx.Graph) -> bool:
-    """Whether a frame's graph, in which no operator stands now, is one only because of `match.leaves`."""
+    """Whether no operator stands now in a frame's graph that is one only because of `match.leaves`."""
     module = graph.owning_module
-    frames = compat.graph_end(module) is not None and not compat.in_ddp_bucket(module)
-    joined = frames and compat.has_joined() and torch.is_grad_enabled()
-    return joined and _joins(graph) and not _has_operators(graph)
+    whole = compat.graph_end(module) is not None and not compat.in_ddp_bucket(module)
+    return whole and _is_joined(graph) and not _has_operators(graph)
+
+
+def _is_joined(graph: fx.Graph) -> bool:
+    return compat.has_joined() and torch.is_grad_enabled() and _joins(graph)
 
 
 def _has_operators(graph: fx.Graph) -> bool:

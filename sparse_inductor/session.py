@@ -212,8 +212,8 @@ class _RewriteSlot(_OurPass):
         session = self._session or _state.session
         if session is None:
             return
-        if compat.current_frame() is not None and (reason := why_in_parts(graph)) is not None:
-            compat.end_graph_earlier(reason)
+        if (reason := why_in_parts(graph)) is not None:
+            compat.end_graph_where_dynamo_would(reason)
         session.run(graph, fail_at_end_of_graph=session is self._session)
         if joined_in_vain(graph):
             compat.end_graph_where_dynamo_would("an entmax call is not rewritten")

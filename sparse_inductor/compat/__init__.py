@@ -16,7 +16,6 @@ from .dynamo import (
     current_code,
     current_compile,
     current_frame,
-    end_graph_earlier,
     end_graph_where_dynamo_would,
     fresh_capture,
     given_class,

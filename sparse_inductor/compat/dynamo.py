@@ -225,17 +225,6 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
     return undo
 
 
-def end_graph_earlier(reason: str) -> None:
-    """Have Dynamo, which asks for a graph's code, compile the frame in smaller parts, if the program lets it."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._subclasses.fake_tensor import UnsupportedMutationAliasingException
-
-    tracing = InstructionTranslator.current_tx()
-    if tracing.one_graph or tracing.error_on_graph_break:
-        return
-    raise UnsupportedMutationAliasingException(reason)
-
-
 _joined: WeakSet[Any] = WeakSet()
 _refused: WeakSet[Any] = WeakSet()
 
