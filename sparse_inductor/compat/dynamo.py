@@ -252,7 +252,9 @@ def part_what_fails_joined() -> Callable[[], None]:
             return bool(inherited(self))
         except Exception as error:
             failed = exc.TorchRuntimeError, exc.UncapturedHigherOrderOpError
-            dynamo_acts = isinstance(error, exc.TorchDynamoException) and not isinstance(error, failed)
+            dynamo_acts = isinstance(error, exc.TorchDynamoException) and not isinstance(
+                error, failed
+            )
             compile = current_compile()
             if dynamo_acts or self.one_graph or compile not in _joined or compile in _refused:
                 raise
