@@ -43,10 +43,9 @@ def why_in_parts(graph: fx.Graph) -> str | None:
         if written(node):
             # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
             return f"an entmax call stands in a graph in which the body of {node.target} writes"
-        if any(_joins(body.graph) for body in _bodies(node)) and any(
-            map(effects.writers_to, node.users)
-        ):
-            # It puts the body in the caller's graph, where what the body's backward reads is not computed again.
+        joins = any(_joins(body.graph) for body in _bodies(node))
+        if joins and any(map(effects.writers_to, node.users)):
+            # AOTAutograd puts a checkpoint's body into its caller's graph, and saves what it returned.
             return f"an entmax call stands in the body of {node.target}, whose result is written to"
         if compat.marks_every_result(node.target) and _lets_one_go(node):
             return "an entmax call stands in a region of which one result requires no gradient"
