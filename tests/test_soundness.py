@@ -588,11 +588,14 @@ def test_a_gradient_reads_alpha_as_it_is_by_then():
     assert _assert_as_eager(program, *inputs) == ["entmax"]
 
 
-def test_what_is_given_other_memory_is_left_alone():
+@pytest.mark.parametrize("product", [F.linear, lambda x, weight: x @ weight.T])
+def test_what_is_given_other_memory_is_left_alone(product):
+    """A view of it keeps the memory that it had."""
+
     def program(m, x, weight):
-        y = m.b(torch.relu(F.linear(x, weight)))
+        h = torch.relu(product(x, weight))
         weight.data = weight.data * 2.0
-        return y
+        return m.b(h)
 
     inputs = torch.randn(2, 5, 6, requires_grad=True), torch.randn(8, 6)
     assert not _assert_as_eager(program, *inputs, training=True)

@@ -11,7 +11,7 @@ from torch import fx
 from .. import compat
 from ..pattern import Miss
 from .contraction import PRODUCTS
-from .effects import gives_memory
+from .effects import gives_memory, made_of
 from .fakes import tensors_in
 from .mesh import is_distributed
 from .names import stored
@@ -198,8 +198,9 @@ def _check_gradient(
     for by, targets in view.effects.writers.items():
         if gives_memory(by):
             for source, _ in reads:
-                if source in targets:
-                    raise NoMatch(f"{label(source)} is given other memory", by)
+                for one in made_of(source):
+                    if one in targets:  # a view of it keeps the memory that it had
+                        raise NoMatch(f"{label(one)} is given other memory", by)
     for source, reader in reads:
         if (by := view.effects.past_autograd(source, at)) is not None:
             raise NoMatch(

@@ -625,9 +625,11 @@ def generate(
         m.steps = [s.renamed("Doubling", "Tagged") if "Doubling" in s.loads else s for s in m.steps]
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
-    # A bisection with its own alpha is exact in no precision.
+    # A bisection with its own alpha is exact in no precision, and autocast rounds what an entmax function gives.
     powers = any(i.values == "alpha" for i in m.inputs.values())
-    exact = m.values == m.weights == "integers" and m.floats.itemsize >= 4 and not powers
+    autocast = any(s.within in CASTS for s in m.steps)
+    whole = m.values == m.weights == "integers" and m.floats.itemsize >= 4
+    exact = whole and not powers and not autocast
     program = Program(
         seed=seed,
         inputs=tuple(i for i in m.inputs.values() if i.name in used),
