@@ -240,6 +240,21 @@ def test_what_becomes_of_it_is_what_torch_alone_makes_of_it(program):
         torch.testing.assert_close(outcome(), alone)
 
 
+def test_a_backend_for_debugging_compiles_what_it_does_without_us():
+    def program(x):
+        return entmax.sparsemax(x * 2, -1).sin()
+
+    def graphs():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.compile(program, backend="aot_eager")(torch.randn(4, 7, requires_grad=True))
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    alone = graphs()
+    with only("entmax"):
+        assert graphs() == alone
+
+
 def test_what_is_tried_out_leaves_no_mode_behind(capfd):
     """Autocast does nothing to fakes within inference_mode; and what fails there must not leave it on."""
 

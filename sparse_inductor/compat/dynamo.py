@@ -230,11 +230,18 @@ _refused: WeakSet[Any] = WeakSet()
 
 
 def may_join() -> bool:
-    """Whether Dynamo may go on where it would end the graph: not where the compile under way has failed so."""
+    """Whether Dynamo may go on where it would end the graph: not where the compile under way has failed so, and not for
+    a backend of torch's that runs no pass of Inductor's, as "aot_eager"."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
     compile = current_compile()
     if compile in _refused:
         return False
     if current_frame() is not None:
+        backend = InstructionTranslator.current_tx().output.compiler_fn
+        backend = getattr(backend, "compiler_fn", backend)
+        if getattr(backend, "__module__", None) == "torch._dynamo.backends.debugging":
+            return False
         _joined.add(compile)
     return True
 
