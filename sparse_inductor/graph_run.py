@@ -34,7 +34,7 @@ from .reporting.records import Report
 from .reporting.source import source_of
 from .snapshot import Snapshot
 
-__all__ = ["Applied", "GraphRun", "described", "failures"]
+__all__ = ["Applied", "GraphRun", "described", "failures", "near_miss"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -136,7 +136,7 @@ class GraphRun:
             ]
         matched_nodes = {node for c in self._done for node in c.nodes}
         self.near_misses += [
-            _near_miss(name, miss, anchor)
+            near_miss(name, miss, anchor)
             for name, miss, anchor in misses
             if anchor not in matched_nodes
         ]
@@ -159,7 +159,7 @@ class GraphRun:
         reason = f"the pass failed, please report it: {described(error)}"
         self.rewrites, self.applied, self.checks = [], [], []
         self.decisions = Decisions({})
-        self.near_misses = [_near_miss(p.name, Miss(reason), None) for p in patterns]
+        self.near_misses = [near_miss(p.name, Miss(reason), None) for p in patterns]
 
     def _match(
         self, by_anchor: dict[str, list[Pattern]], view: Any
@@ -215,7 +215,7 @@ class GraphRun:
         """Whether the kernels of a match's operator can be imported; one whose cannot is nearly a match."""
         miss = without_kernels(candidate.match)
         if miss is not None:
-            self.near_misses.append(_near_miss(candidate.pattern.name, miss, None))
+            self.near_misses.append(near_miss(candidate.pattern.name, miss, None))
         return miss is None
 
     def _replace(
@@ -330,7 +330,7 @@ class GraphRun:
         else:
             reason = f"{what}: {described(error)}"
             _note_failure(pattern.name, error)
-        self.near_misses.append(_near_miss(pattern.name, Miss(reason), node))
+        self.near_misses.append(near_miss(pattern.name, Miss(reason), node))
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         if (key := (pattern.name, type(error), frame.f_code, line)) not in self._logged:
             self._logged.add(key)
@@ -395,7 +395,7 @@ def _record(candidate: _Candidate, view: Any) -> Rewrite:
     )
 
 
-def _near_miss(pattern: str, miss: Miss, anchor: fx.Node | None) -> NearMiss:
+def near_miss(pattern: str, miss: Miss, anchor: fx.Node | None = None) -> NearMiss:
     if anchor is None and miss.node is None:
         return NearMiss(pattern, STAGE, "?", miss.reason)
     source = source_of(miss.node, anchor)

@@ -20,6 +20,7 @@ from .graph.effects import Effects, gives_memory, storages, written
 from .graph.fakes import attribute, fake, tensors_in
 from .graph.names import is_operator
 from .match.entmax import leaves
+from .pattern import Miss
 from .rehearsal import differentiating_fakes
 
 __all__ = ["joined_in_vain", "why_in_parts"]
@@ -29,35 +30,39 @@ _OPERATORS = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 log = logging.getLogger("sparse_inductor")
 
 
-def why_in_parts(graph: fx.Graph) -> str | None:
-    """Why a graph that is one only because of `match.leaves` has to be compiled in parts; None for any other graph, and
-    where it need not."""
-    if not _is_joined(graph):
-        return None
+def why_in_parts(graph: fx.Graph) -> Miss | None:
+    """Why a graph that is one only because of `match.leaves`, at which node, has to be compiled in parts; None for any
+    other graph, and where it need not."""
+    node = _joined_at(graph)
+    where = None if node is None else _hazard(graph)
+    return None if where is None else Miss(f"an entmax call stands in a {where}", node)
+
+
+def _hazard(graph: fx.Graph) -> str | None:
     effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         if gives_memory(node):
-            return "an entmax call stands in a graph that gives a tensor other memory"
+            return "graph that gives a tensor other memory"
         if not compat.is_higher_order(node.target) or _is_function(node):
             continue
         if written(node):
             # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
-            return f"an entmax call stands in a graph in which the body of {node.target} writes"
+            return f"graph in which the body of {node.target} writes"
         joins = any(_joins(body.graph) for body in _bodies(node))
         if joins and any(map(effects.writers_to, node.users)):
             # AOTAutograd puts a checkpoint's body into its caller's graph, and saves what it returned.
-            return f"an entmax call stands in the body of {node.target}, whose result is written to"
+            return f"body of {node.target} whose result is written to"
         if compat.marks_every_result(node.target) and _lets_one_go(node):
-            return "an entmax call stands in a region of which one result requires no gradient"
+            return "region of which one result requires no gradient"
     if _reads_what_it_wrote_to_a_module(graph):
-        return "an entmax call stands in a graph that writes to a module's tensor and reads it then"
+        return "graph that writes to a module's tensor and reads it then"
     if _returns_a_view_twice(graph):
-        return "an entmax call stands in a graph that returns a view and what is detached of it"
+        return "graph that returns a view and what is detached of it"
     if _returns_a_copy(graph, effects):
-        return "an entmax call stands in a graph that returns a copy of what it computes"
+        return "graph that returns a copy of what it computes"
     try:
         if effects.writers and _refused(graph):
-            return "an entmax call stands in a graph that writes to what autograd saved"
+            return "graph that writes to what autograd saved"
     except Exception as error:
         log.debug("a graph could not be tried out: %s: %s", type(error).__name__, error)
     return None
@@ -67,11 +72,11 @@ def joined_in_vain(graph: fx.Graph) -> bool:
     """Whether no operator stands now in a frame's graph that is one only because of `match.leaves`."""
     module = graph.owning_module
     whole = compat.graph_end(module) is not None and not compat.in_ddp_bucket(module)
-    return whole and _is_joined(graph) and not _has_operators(graph)
+    return whole and _joined_at(graph) is not None and not _has_operators(graph)
 
 
-def _is_joined(graph: fx.Graph) -> bool:
-    return compat.has_joined() and torch.is_grad_enabled() and _joins(graph)
+def _joined_at(graph: fx.Graph) -> fx.Node | None:
+    return _joining(graph) if compat.has_joined() and torch.is_grad_enabled() else None
 
 
 def _has_operators(graph: fx.Graph) -> bool:
@@ -82,15 +87,21 @@ def _has_operators(graph: fx.Graph) -> bool:
 
 
 def _joins(graph: fx.Graph) -> bool:
-    """Whether Dynamo would end the graph, or a body in it, at one of such functions. Bodies are rewritten first: an
-    operator may stand there for one."""
-    return any(
-        _is_function(node)
-        or getattr(node.target, "__module__", None) == leaves.__name__
-        or (compat.is_overload(node.target) and node.target.name() in _OPERATORS)
-        or any(_joins(body.graph) for body in _bodies(node))
-        for node in graph.nodes
-    )
+    return _joining(graph) is not None
+
+
+def _joining(graph: fx.Graph) -> fx.Node | None:
+    """The first node of a graph, or of a body in it, at which Dynamo would end it. Bodies are rewritten first: it may
+    be an operator."""
+    for node in graph.nodes:
+        leaf = getattr(node.target, "__module__", None) == leaves.__name__
+        own = compat.is_overload(node.target) and node.target.name() in _OPERATORS
+        if leaf or own or _is_function(node):
+            return node
+        inner = (_joining(body.graph) for body in _bodies(node))
+        if (found := next((n for n in inner if n is not None), None)) is not None:
+            return found
+    return None
 
 
 def _is_function(node: fx.Node) -> bool:

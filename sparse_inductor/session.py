@@ -212,8 +212,9 @@ class _RewriteSlot(_OurPass):
         session = self._session or _state.session
         if session is None:
             return
-        if (reason := why_in_parts(graph)) is not None:
-            compat.end_graph_where_dynamo_would(reason)
+        if (miss := why_in_parts(graph)) is not None:
+            session.leave(miss)
+            compat.end_graph_where_dynamo_would(miss.reason)
         session.run(graph, fail_at_end_of_graph=session is self._session)
         if joined_in_vain(graph):
             compat.end_graph_where_dynamo_would("an entmax call is not rewritten")

@@ -221,6 +221,16 @@ def test_what_torch_alone_compiles_apart_from_a_call(program):
     torch.testing.assert_close(got, expected)
 
 
+def test_what_ends_at_a_call_is_a_near_miss():
+    """The body of the checkpoint was rewritten before Dynamo began anew."""
+    with only("entmax") as report:
+        trained(compile_without_codegen(result_of_a_checkpoint_written_to))
+        assert not report.rewrites
+        (miss,) = report.near_misses
+    assert miss.pattern == "entmax" and "checkpoint whose result is written to" in miss.reason
+    assert "sparsemax" in miss.source
+
+
 @pytest.mark.parametrize("program", [written_by_a_checkpoint, given_other_memory])
 def test_what_becomes_of_it_is_what_torch_alone_makes_of_it(program):
     """One graph with the call would write again in its backward what a checkpoint wrote, and read the memory that a

@@ -280,23 +280,24 @@ def part_what_fails_joined() -> Callable[[], None]:
 
 
 def has_joined() -> bool:
-    """Whether Dynamo has gone on so in the compile under way."""
-    return current_frame() is not None and current_compile() in _joined
+    """Whether Dynamo has gone on so in the compile under way, and may still end the graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if current_frame() is None or current_compile() not in _joined:
+        return False
+    tracing = InstructionTranslator.current_tx()
+    return not (tracing.one_graph or tracing.error_on_graph_break)
 
 
 def end_graph_where_dynamo_would(reason: str) -> None:
-    """Have Dynamo, which asks for a graph's code, begin anew and end the graph where it does by itself, if the program
-    lets it."""
+    """Have Dynamo, which asks for a graph's code, begin anew and end the graph where it does by itself."""
     from torch._dynamo import exc
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    tracing = InstructionTranslator.current_tx()
-    if tracing.one_graph or tracing.error_on_graph_break:
-        return
     compile = current_compile()
     _joined.discard(compile)
     _refused.add(compile)
-    tracing.speculation_log.clear()
+    InstructionTranslator.current_tx().speculation_log.clear()
     # The only one that Dynamo lets through from a backend.
     raise exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
 

@@ -82,6 +82,7 @@ class Report:
         self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
         self._seen: set[NearMiss] = set()
+        self._first = 0  # of the rewrites of this compile
         self._pattern_ms: Counter[str] = Counter()
         self._pass_ms = 0.0
         self._graphs = 0
@@ -191,13 +192,19 @@ class Report:
             new = self.unseen(near_misses, compile)
             if compile is None or self._compile is None or self._compile() is not compile:
                 self._compile = None if compile is None else weakref.ref(compile)
-                self._seen = set()
+                self._seen, self._first = set(), len(self._rewrites)
             self._seen.update(new)
             self._rewrites.extend(rewrites)
             self._near_misses.extend(new)
             self._pass_ms += pass_ms
             self._pattern_ms.update(pattern_ms)
             self._graphs += 1
+
+    def begin_anew(self, near_miss: NearMiss, compile: object | None) -> None:
+        """Record why a compile (any object) begins anew, and take back its rewrites."""
+        with self._lock:
+            self.add((), [near_miss], 0.0, {}, compile)
+            del self._rewrites[self._first :]
 
     def __bool__(self) -> bool:
         self.settle()
