@@ -49,7 +49,8 @@ def _hazard(graph: fx.Graph) -> str | None:
             # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
             return f"graph in which the body of {node.target} writes"
         joins = any(_joins(body.graph) for body in _bodies(node))
-        if joins and any(map(effects.writers_to, node.users)):
+        end = graph.output_node()
+        if joins and not all(effects.unchanged(result, node, end) for result in node.users):
             # AOTAutograd puts a checkpoint's body into its caller's graph, and saves what it returned.
             return f"body of {node.target} whose result is written to"
         if compat.marks_every_result(node.target) and _lets_one_go(node):
