@@ -396,6 +396,7 @@ def _record(candidate: _Candidate, view: Any) -> Rewrite:
 
 
 def near_miss(pattern: str, miss: Miss, anchor: fx.Node | None = None) -> NearMiss:
+    """A miss as the report shows it: at the line of its node, or of the anchor."""
     if anchor is None and miss.node is None:
         return NearMiss(pattern, STAGE, "?", miss.reason)
     source = source_of(miss.node, anchor)
