@@ -159,7 +159,7 @@ class GraphRun:
         reason = f"the pass failed, please report it: {described(error)}"
         self.rewrites, self.applied, self.checks = [], [], []
         self.decisions = Decisions({})
-        self.near_misses = [near_miss(p.name, Miss(reason), None) for p in patterns]
+        self.near_misses = [near_miss(p.name, Miss(reason)) for p in patterns]
 
     def _match(
         self, by_anchor: dict[str, list[Pattern]], view: Any
@@ -215,7 +215,7 @@ class GraphRun:
         """Whether the kernels of a match's operator can be imported; one whose cannot is nearly a match."""
         miss = without_kernels(candidate.match)
         if miss is not None:
-            self.near_misses.append(near_miss(candidate.pattern.name, miss, None))
+            self.near_misses.append(near_miss(candidate.pattern.name, miss))
         return miss is None
 
     def _replace(

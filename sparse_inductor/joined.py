@@ -39,6 +39,7 @@ def why_in_parts(graph: fx.Graph) -> Miss | None:
 
 
 def _hazard(graph: fx.Graph) -> str | None:
+    """Where in a graph such a call stands, if what is behind Dynamo refuses that, or computes something else."""
     effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         if gives_memory(node):
@@ -48,8 +49,7 @@ def _hazard(graph: fx.Graph) -> str | None:
         if written(node):
             # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
             return f"graph in which the body of {node.target} writes"
-        joins = any(_joins(body.graph) for body in _bodies(node))
-        end = graph.output_node()
+        joins, end = any(_joins(body.graph) for body in _bodies(node)), graph.output_node()
         if joins and not all(effects.unchanged(result, node, end) for result in node.users):
             # AOTAutograd puts a checkpoint's body into its caller's graph, and saves what it returned.
             return f"body of {node.target} whose result is written to"

@@ -262,11 +262,9 @@ def part_what_fails_joined() -> Callable[[], None]:
             dynamo_acts = isinstance(error, exc.TorchDynamoException) and not isinstance(
                 error, failed
             )
-            compile = current_compile()
-            if dynamo_acts or self.one_graph or compile not in _joined or compile in _refused:
+            if dynamo_acts or self.one_graph or current_compile() not in _joined:
                 raise
-            _refused.add(compile)
-            self.speculation_log.clear()
+            _join_no_more(self)
             raise exc.RestartAnalysis(restart_reason=str(error)) from error
 
     own: Any = InstructionTranslator
@@ -277,6 +275,14 @@ def part_what_fails_joined() -> Callable[[], None]:
             del own.step
 
     return undo
+
+
+def _join_no_more(tracing: Any) -> None:
+    """What the compile under way has to know before it begins anew."""
+    compile = current_compile()
+    _joined.discard(compile)
+    _refused.add(compile)
+    tracing.speculation_log.clear()
 
 
 def has_joined() -> bool:
@@ -294,10 +300,7 @@ def end_graph_where_dynamo_would(reason: str) -> None:
     from torch._dynamo import exc
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    compile = current_compile()
-    _joined.discard(compile)
-    _refused.add(compile)
-    InstructionTranslator.current_tx().speculation_log.clear()
+    _join_no_more(InstructionTranslator.current_tx())
     # The only one that Dynamo lets through from a backend.
     raise exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
 

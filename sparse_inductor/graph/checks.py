@@ -195,12 +195,11 @@ def _check_gradient(
                 if by not in inside and view.order[by] > view.order[n]:
                     reason = f"{label(by)} writes to {what}, which the gradient of {label(n)} reads"
                     raise NoMatch(reason, by)
-    for by, targets in view.effects.writers.items():
-        if gives_memory(by):
-            for source, _ in reads:
-                for one in made_of(source):
-                    if one in targets:  # a view of it keeps the memory that it had
-                        raise NoMatch(f"{label(one)} is given other memory", by)
+    given = {t: by for by, ts in view.effects.writers.items() if gives_memory(by) for t in ts}
+    for source, _ in reads if given else ():
+        for one in made_of(source):
+            if one in given:  # a view of it keeps the memory that it had
+                raise NoMatch(f"{label(one)} is given other memory", given[one])
     for source, reader in reads:
         if (by := view.effects.past_autograd(source, at)) is not None:
             raise NoMatch(
