@@ -79,6 +79,7 @@ class BlockMatch:
     matched_nodes: tuple[fx.Node, ...]
     saves: Callable[[], int | None]
     residual: fx.Node | None = None
+    popular: int = 0
     pattern, op = NAME, OP
 
     @property
@@ -134,7 +135,7 @@ class BlockMatch:
             torch.ops.sparse_inductor.relu_ffn.default,
             x, *weights, self._down(e, dtype), None if r.tokens else down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.others.statistics),
-            *([] if self.residual is None else [self.residual]),
+            *([] if self.residual is None and not self.popular else [self.residual, self.popular]),
         )  # fmt: skip
         y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])
@@ -334,11 +335,13 @@ class ReluFfn(Recogniser):
             return Worth(0.0, "what a fused layer activates cannot be counted")
         down, branches = match.reading.down, match.reading.branches
         neurons = expected(fake(down.source).shape[down.d_dim])
+        width = expected(fake(down.node).shape[down.v_dim])
         return look_up(
             NAME,
             fake(down.node).device,
             tokens=expected_elements(fake(down.source).shape) // max(1, neurons),
-            weight=neurons * expected(fake(down.node).shape[down.v_dim]),
+            weight=neurons * width,
+            width=width,
             bits=8 * fake(down.node).dtype.itemsize,
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),

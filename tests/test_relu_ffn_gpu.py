@@ -103,6 +103,65 @@ class Adapted(nn.Module):
         return x + self._layer("down", h)
 
 
+def popular_block(M, gated, bias=True):
+    """A block of which 1 % is active, most of that among a few neurons."""
+    x, w = make(M, N=2048, gated=gated, share=0.01)
+    w["gate"][:, -1] = 0.8 * torch.randn(2048, device="cuda") - 2.98
+    names = ["gate_bias", "up_bias"] if gated else ["gate_bias"]
+    for name in names if bias else []:
+        w[name] = torch.randn_like(w["gate"][:, 0]) / 100
+    return x, w
+
+
+@pytest.mark.parametrize("popular", [128, 512, 1024])
+@pytest.mark.parametrize(("M", "gated"), [(8192, True), (5001, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_popular_neurons_apart(M, gated, popular, dtype):
+    x, w = popular_block(M, gated)
+    dy = torch.randn(M, 512, device="cuda", dtype=torch.float64)
+
+    def step(of, dtype, **options):
+        given = {k: None if v is None else v.to(dtype).requires_grad_() for k, v in w.items()}
+        leaves = [x.to(dtype).requires_grad_(), *(v for v in given.values() if v is not None)]
+        if of is relu_ffn:
+            y = relu_ffn(leaves[0], **given, **options)
+        else:
+            h = F.relu(F.linear(leaves[0], given["gate"], given["gate_bias"]))
+            if gated:
+                h = h * F.linear(leaves[0], given["up"], given["up_bias"])
+            y = F.linear(h, given["down"])
+        return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    truth, theirs = step(dense, torch.float64), step(dense, dtype)
+    ours = step(relu_ffn, dtype, popular=popular)
+    for got, as_written, want in zip(ours, theirs, truth, strict=True):
+        assert error(got, want) <= 1.1 * error(as_written, want) + 1e-6
+    assert all(map(torch.equal, ours, step(relu_ffn, dtype, popular=popular)))
+    with torch.no_grad():
+        given = {k: None if v is None else v.to(dtype) for k, v in w.items()}
+        assert torch.equal(relu_ffn(x.to(dtype), **given, popular=popular), ours[0])
+
+
+@pytest.mark.parametrize("popular", [0, 512])
+def test_a_graph_follows_who_is_popular(popular):
+    x, w = popular_block(4096, True, bias=False)
+    with torch.no_grad():
+        for _ in range(3):
+            relu_ffn(x, **w, popular=popular)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = relu_ffn(x, **w, popular=popular)
+        for order in (torch.arange(2048), torch.arange(2048).flip(0), torch.randperm(2048)):
+            w["gate"][:, -1] = w["gate"][order.cuda(), -1]
+            graph.replay()
+            truth = dense(x.double(), {k: double(v) for k, v in w.items()})
+            assert error(y, truth) <= 1.1 * error(dense(x, w), truth)
+        w["gate"][:, -1] = 1.0  # nothing is sparse any more
+        graph.replay()
+        truth = dense(x.double(), {k: double(v) for k, v in w.items()})
+        assert error(y, truth) <= 1.1 * error(dense(x, w), truth)
+
+
 @pytest.mark.usefixtures("small_blocks_are_packed")
 @pytest.mark.parametrize(("tokens", "K", "N"), [(300, 128, 704), (8192, 512, 1408)])
 def test_adapters_compiled(tokens, K, N):

@@ -187,6 +187,52 @@ def test_opcheck(train, stats):
     torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_popular_neurons_change_nothing_on_a_cpu(train):
+    w = weights(dtype=torch.float32, requires_grad=train)
+    x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
+    y, same = relu_ffn(x, **w, popular=2), relu_ffn(x, **w)
+    assert torch.equal(y, same)
+    if train:
+        leaves = [x, *(t for t in w.values() if t is not None)]
+        for got, want in zip(*(torch.autograd.grad(t.sum(), leaves) for t in (y, same))):
+            assert torch.equal(got, want)
+    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+    args = (x, *(w[k] for k in order), "relu", "", False, None, 2)
+    torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
+
+
+@pytest.mark.parametrize("popular", [-1, N])
+def test_popular_neurons_are_at_most_half(popular):
+    with pytest.raises(ValueError, match=rf"popular must be 0 to N / 2 = {N // 2}, got {popular}"):
+        relu_ffn(tokens(2), **weights(), popular=popular)
+
+
+def test_the_backward_reads_popular_neurons_apart():
+    """As kernels may have kept them: their entries are not among the packed ones."""
+    ops, w, x = torch.ops.sparse_inductor, weights(), tokens(5)
+    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+    call = (x, *(w[k] for k in order), "relu", "", False)
+    y, stats, count, index, gates, ups, found, *_ = ops.relu_ffn_train(*call, 3)
+    grad = torch.randn_like(y)
+    everything = ops.relu_ffn_train(*call, 0)[2:]
+    want = ops.relu_ffn_backward(grad, stats, *call, *everything, [True] * 7)
+    found.copy_(torch.tensor([4, 11, 2]))
+    count[1] = index.shape[1] + 1  # a row that overflows
+    for m in range(5):
+        entries = [i for i in range(min(int(count[m]), N)) if int(index[m, i]) not in (4, 11, 2)]
+        for t in (index, gates, ups):
+            t[m, : len(entries)] = t[m, entries].clone()
+        count[m] = len(entries) if m != 1 else count[m]
+    apart = [F.linear(x, w[k], w[f"{k}_bias"])[:, found] for k in ("gate", "up")]
+    apart[0][1], apart[1][1] = torch.nan, torch.nan
+    got = ops.relu_ffn_backward(
+        grad, stats, *call, count, index, gates, ups, found, *apart, [True] * 7
+    )
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1), (2, 3), (0,)])
 def test_residual(lead):
     x, w = tokens(*lead), weights()

@@ -5,8 +5,9 @@ has had the calls that it looks at before anything is timed, so a cell shows wha
 decided against a rewrite. Wall clock and host time are those of one call among many that follow each other; GPU time is
 that of a call that finds the caches cold. A ratio is compile over enabled: below 1 is a loss.
 
-Data: neurons are unequally popular (the threshold of a neuron is normal with a spread of 0.5 of a gate's), logits and
-scores are about N(0, 1), documents read terms with a heavy-tailed law. Masks are tensors, as a tokenizer hands them.
+Data: neurons are unequally popular (the threshold of a neuron is normal with a spread of 0.8 of a gate's; in one column
+all are alike), logits and scores are about N(0, 1), documents read terms with a heavy-tailed law. Masks are tensors, as
+a tokenizer hands them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from . import relu_ffn, splade_head
 
 DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
 LOSS = 0.97  # a cell below this is measured a second time, which counts
-SPREAD = 0.5  # of a neuron's threshold, over the deviation of a gate
+SPREAD = 0.8  # of a neuron's threshold, over the deviation of a gate
 
 Program = tuple[str, str, nn.Module, Callable[[Callable[..., object]], Work]]
 """Row and column of the map, the program, and how one call of it, compiled, is made."""
@@ -143,14 +144,16 @@ def _training(module: nn.Module, *args: Tensor) -> Callable[[Callable[..., objec
 # --- Feed-forward blocks ----------------------------------------------------------------------------------------------
 
 
-def _neurons(bench: Bench, K: int, N: int, gated: bool, share: float) -> nn.Module:
+def _neurons(
+    bench: Bench, K: int, N: int, gated: bool, share: float, spread: float = SPREAD
+) -> nn.Module:
     """A block of which `share` of the neurons is active where the first feature of the input is 1."""
     like = {"device": bench.device, "dtype": torch.bfloat16 if bench.cuda else torch.float32}
     torch.manual_seed(0)
     gate, up = (torch.randn(N, K, **like) * K**-0.5 for _ in range(2))
     side = torch.erfinv(torch.tensor(2 * share - 1, dtype=torch.float64)).item()
-    middle = math.sqrt(2 * (1 + SPREAD**2)) * side
-    gate[:, 0] = (middle + SPREAD * torch.randn(N, device=bench.device)).to(gate.dtype)
+    middle = math.sqrt(2 * (1 + spread**2)) * side
+    gate[:, 0] = (middle + spread * torch.randn(N, device=bench.device)).to(gate.dtype)
     down = torch.randn(K, N, **like) * N**-0.5
     return relu_ffn.Gated(gate, up, down) if gated else relu_ffn.Plain(gate, down)
 
@@ -162,20 +165,26 @@ def _rows(bench: Bench, rows: int, K: int) -> Tensor:
 
 
 def _blocks(bench: Bench, training: bool) -> Iterator[Program]:
-    shapes = [("gated", 2048, 5632, True), ("plain", 2048, 8192, False)]
+    shapes = [
+        ("gated", 2048, 5632, True),
+        ("plain", 2048, 8192, False),
+        ("gated", 4096, 11008, True),
+    ]
     rows = [2048, 8192] if training else [1, 16, 2048, 8192]
-    shares = [0.003, 0.01, 0.5] if training else [0.003, 0.01, 0.3]
+    shares = [0.003, 0.01, 0.03, 0.5 if training else 0.3]
+    columns = [(f"{share:.1%} active", share, SPREAD) for share in shares]
+    columns.insert(2, ("1.0% active, all alike", 0.01, 0.0))
     if bench.quick:
-        shapes, rows, shares = [("gated", 32, 64, True)], [16], [0.01]
+        shapes, rows, columns = [("gated", 32, 64, True)], [16], columns[1:2]
     elif not bench.cuda:
         shapes, rows = [("gated", 1024, 2816, True), ("plain", 1024, 4096, False)], rows[-2:]
     for name, K, N, gated in shapes:
-        for M in rows:
+        for M in rows[-2:] if K > 2048 else rows:
             x = _rows(bench, M, K)
-            for share in shares:
-                block = _neurons(bench, K, N, gated, share)
+            for column, share, spread in columns:
+                block = _neurons(bench, K, N, gated, share, spread)
                 work = _training(block, x) if training else _inference(x)
-                yield f"{name} {K} x {N}, {M} rows", f"{share:.1%} active", block, work
+                yield f"{name} {K} x {N}, {M} rows", column, block, work
 
 
 def _feed_forward(bench: Bench) -> None:

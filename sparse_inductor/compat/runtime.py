@@ -219,14 +219,11 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def read_outside_modes(tensor: torch.Tensor) -> list[Any] | None:
-    """The tensor's elements, unseen by the caller's modes; None while a CUDA graph is captured."""
+def outside_modes() -> contextlib.AbstractContextManager[object]:
+    """What the program's modes do not see."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    with _disable_current_modes():
-        return tensor.tolist()
+    return _disable_current_modes()
 
 
 def storage_key(t: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from .. import compat, session
 from ..pattern import Sparse
-from ..policy.profile import Site
+from ..policy.profile import Site, counts_of
 from ..policy.worth import Policy
 from ..private_copy import private_copy
 from ..reporting.findings import Density, Pending, bytes_text
@@ -303,13 +303,14 @@ class _Counting:
     def _count(self, node: fx.Node, value: Any) -> None:
         for found, sparse in self._wanted.get(node.name, ()):
             t = value if sparse.result is None else value[sparse.result]
-            active = int((t > 0 if sparse.positive else t != 0).sum())
+            active = t > 0 if sparse.positive else t != 0
             if isinstance(found, Site):
-                found.decide(active, t.numel())
+                found.decide(*counts_of(active, found, sparse.dim))
                 continue
             row = t.shape[sparse.dim] if t.dim() else 1
+            number = int(active.sum())
             self._report.add_density(
-                Density(found.pattern, found.location, sparse.what, active, t.numel(), row)
+                Density(found.pattern, found.location, sparse.what, number, t.numel(), row)
             )
 
 

@@ -8,6 +8,7 @@ computed again. On a GPU all weights are read, and nothing is packed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,23 +59,35 @@ class Block:
 class Packed:
     """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty without a gate.
 
-    A row with count > cap has nothing stored, nor has one that is not finite.
+    A row with count > cap has nothing stored, nor has one that is not finite. popular: [P] int64, neurons that are not
+    among them; popular_gate, popular_up: [M, P], their projections, of rows that are packed.
     """
 
     count: Tensor
     index: Tensor
     gate: Tensor
     up: Tensor
+    popular: Tensor
+    popular_gate: Tensor
+    popular_up: Tensor
 
     @property
     def cap(self) -> int:
         return self.index.shape[1]
+
+    def without_popular(self) -> None:
+        """Have some neurons be the popular ones that are active nowhere."""
+        if len(self.popular):
+            torch.arange(len(self.popular), out=self.popular)
+            self.popular_gate.fill_(-math.inf)
 
 
 def forward(x: Tensor, b: Block, stats: Tensor | None, packed: Packed | None) -> Tensor:
     """y [M, D]; fills `stats` [4, M] (fp32) and `packed` where they are given."""
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
+    if packed is not None:
+        packed.without_popular()
     step = max(1, _CHUNK // max(N, 1))
     for i in range(0, M, step):
         part = slice(i, min(i + step, M))
@@ -177,6 +190,14 @@ def _unpack(
     if b.up is not None:
         up = x.new_zeros(len(x), N)
         up[row, column] = packed.up[part][row, slot]
+    if len(packed.popular):
+        popular = packed.popular_gate[part]
+        also = b.active(popular) & stored.unsqueeze(1)
+        active[:, packed.popular] |= also
+        gate[:, packed.popular] = torch.where(also, popular, gate[:, packed.popular])
+        if up is not None:
+            ups = packed.popular_up[part]
+            up[:, packed.popular] = torch.where(also, ups, up[:, packed.popular])
     again = (~stored).nonzero().squeeze(1)
     if len(again):
         gate[again] = F.linear(x[again], b.gate, b.gate_bias)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.common.arch import capability
+from .popular import Apart
 from .worth import Worth
 
 __all__ = ["TABLE", "Row", "look_up"]
@@ -24,7 +25,7 @@ class Row:
 
     where: "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active elements below which the operator
     is faster; 1 where it is whatever the data, 0 where it never is. least: the sizes from which on the row holds, most:
-    up to which.
+    up to which. apart: `below` where popular neurons are taken apart, 0 where none are.
     """
 
     operator: str
@@ -34,6 +35,7 @@ class Row:
     date: str
     least: dict[str, int] = dataclasses.field(default_factory=dict)
     most: dict[str, int] = dataclasses.field(default_factory=dict)
+    apart: float = 0.0
 
     def fits(self, sizes: dict[str, int]) -> bool:
         return all(sizes[n] >= v for n, v in self.least.items()) and all(
@@ -42,6 +44,12 @@ class Row:
 
 
 _MILLION = 1_000_000
+# What popular neurons of a feed-forward block cost on an H100 and an H200, 2026-11-27, over a gathered weight: each for
+# a row; what is launched for them, in gathered weights; a look at a row's gates, in gathered weights a neuron. A training
+# step gathers four times as much, and looks once.
+_POPULAR, _LAUNCHES, _LOOK = 0.015, 100 * _MILLION, 2.5
+# Weights that all rows would gather, times rows, from which on a GPU takes longer than the host that launches it.
+_LEAST, _LEAST_TRAINED = 90_000 * _MILLION, 130_000 * _MILLION
 _FLAGS = frozenset(("training", "constant", "shared", "weighed", "bag", "sorts"))
 
 TABLE: Sequence[Row] = (
@@ -172,11 +180,12 @@ TABLE: Sequence[Row] = (
     ),
     Row(
         "relu_ffn", "sm90", 0.008, "gated: 1.02x to 1.25x at 0.8 % active on an H100, less from 1 % on",
-        "2026-11-26", least={"tokens": 4096, "branches": 2}, most={"training": 0},
+        "2026-11-26", least={"tokens": 4096, "branches": 2}, most={"training": 0}, apart=0.0105,
     ),
     Row(
         "relu_ffn", "sm90", 0.008, "gated, large weights: 1.02x at 0.8 % active on an H100",
         "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION, "branches": 2}, most={"training": 0},
+        apart=0.0088,
     ),
     Row(
         "relu_ffn", "sm90", 0.006, "gated: 1.46x at 0.3 % active, 1.10x at 0.6 % on an H100",
@@ -184,11 +193,11 @@ TABLE: Sequence[Row] = (
     ),
     Row(
         "relu_ffn", "sm90", 0.005, "plain: 1.28x to 1.49x at 0.4 % active, 1.15x to 1.32x at 0.6 % on an H100",
-        "2026-11-26", least={"tokens": 4096}, most={"training": 0},
+        "2026-11-26", least={"tokens": 4096}, most={"training": 0}, apart=0.0095,
     ),
     Row(
         "relu_ffn", "sm90", 0.005, "plain, large weights: 1.11x at 0.4 % active on an H100",
-        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION}, most={"training": 0},
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION}, most={"training": 0}, apart=0.0075,
     ),
     Row(
         "relu_ffn", "sm90", 0,
@@ -198,15 +207,15 @@ TABLE: Sequence[Row] = (
     ),
     Row(
         "relu_ffn", "sm90", 0.006, "training, gated: 1.31x to 1.50x at 0.6 % active, 0.69x at 50 % on an H100",
-        "2026-11-26", least={"tokens": 8192, "branches": 2},
+        "2026-11-26", least={"tokens": 8192, "branches": 2}, apart=0.0115,
     ),
     Row(
         "relu_ffn", "sm90", 0.006, "training, large weights: 1.09x to 1.50x at 0.6 % active on an H100",
-        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION},
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION}, apart=0.009,
     ),
     Row(
         "relu_ffn", "sm90", 0.005, "training, plain: 1.19x to 1.67x at 0.4 % active, 0.94x at 0.6 % on an H100",
-        "2026-11-26", least={"tokens": 8192},
+        "2026-11-26", least={"tokens": 8192}, apart=0.0115,
     ),
     Row(
         "relu_ffn", "sm90", 0.006, "training, gated: 1.41x at 0.4 % active, 1.15x at 0.6 % on an H100",
@@ -275,9 +284,18 @@ def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
     where = _places(device)
     for row in TABLE:
         if row.operator == operator and row.where in where and row.fits(sizes):
-            return Worth(row.below, row.reason)
+            return Worth(row.below, row.reason, _apart(row, sizes) if row.apart else None)
     shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if name not in _FLAGS)
     return Worth(0.0, f"not measured on {where[0]} for {shown}")
+
+
+def _apart(row: Row, sizes: dict[str, int]) -> Apart | None:
+    """What popular neurons cost a feed-forward block; None where the host would be what is waited for."""
+    gathered = sizes["tokens"] * sizes["weight"] * sizes["branches"]
+    if gathered < (_LEAST_TRAINED if sizes["training"] else _LEAST):
+        return None
+    once = _LAUNCHES / gathered + _LOOK / (sizes["width"] * sizes["branches"])
+    return Apart(row.apart, _POPULAR, once / 3 if sizes["training"] else once)
 
 
 def _places(device: torch.device) -> tuple[str, ...]:

@@ -83,10 +83,13 @@ class Decisions:
             device = next(tensors_in(fake(candidates[sites[0][0]].match.anchor))).device
             self._kept = profile_of([site for _, site, _ in sites], _inputs(view.graph), device)
             profile = self._kept.profile
-            for (at, _, sparse), site, yes in zip(sites, profile.sites, profile.version):
-                now[at] = yes
-                if not yes:
+            for (at, _, sparse), site, version in zip(sites, profile.sites, profile.version):
+                now[at] = version is not None
+                if version is None:
                     self.watched.append((site, sparse))
+                elif site.apart is not None:
+                    match: Any = candidates[at].match
+                    match.popular = version
         return now
 
     def _worth(self, candidate: _Candidate, view: Any) -> Worth:
@@ -137,7 +140,9 @@ def _inputs(graph: fx.Graph) -> tuple[Hashable, ...]:
 def _site(candidate: _Candidate, worth: Worth, sparse: Sparse, source: Source) -> Site:
     value = fake(sparse.node)
     value = value if sparse.result is None else value[sparse.result]
+    row = static_size(value.shape[sparse.dim])
+    apart = None if row is None else worth.apart
     return Site(
-        candidate.pattern.name, source.location, source.text, sparse.what,
-        static_size(value.shape[sparse.dim]), worth.below, counters_for(sparse),
+        candidate.pattern.name, source.location, source.text, sparse.what, row, worth.below, apart,
+        counters_for(sparse, apart),
     )  # fmt: skip

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from ..pattern import unknown_pattern
+from .popular import Apart
 
 __all__ = ["POLICY_VARIABLE", "Policy", "Worth", "policies"]
 
@@ -27,11 +28,14 @@ class Worth:
     """When an operator is faster than the operations that it replaces.
 
     below: it is where less than this share of the elements of the match's first `sparse` tensor is active; 1 where it
-    is whatever they hold, 0 where it never is. reason: where the figure comes from, or why there is no gain.
+    is whatever they hold, 0 where it never is. reason: where the figure comes from, or why there is no gain. apart:
+    what popular elements of a row cost, which the operator takes for all rows; None where it takes none. Such a match
+    has an attribute `popular`, how many there are to be.
     """
 
     below: float
     reason: str = ""
+    apart: Apart | None = None
 
 
 def policies(policy: Policy | None, known: Iterable[str], default: str) -> dict[str, str]:

@@ -49,13 +49,17 @@ def make(
     return x, b
 
 
-def empty_packed(x, b, cap=CAP):
+def empty_packed(x, b, cap=CAP, popular=0):
     M = len(x)
+    ups = M if b.up is not None else 0
     return aten.Packed(
         torch.empty(M, dtype=torch.int32, device=DEVICE),
         torch.empty(M, cap, dtype=torch.int16, device=DEVICE),
         x.new_empty(M, cap),
-        x.new_empty(M if b.up is not None else 0, cap),
+        x.new_empty(ups, cap),
+        torch.empty(popular, dtype=torch.int64, device=DEVICE),
+        x.new_empty(M, popular),
+        x.new_empty(ups, popular),
     )
 
 

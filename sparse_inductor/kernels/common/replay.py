@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
 MOST_SCRATCH = 64 * 2**20
-MOST_SCRATCH_MULTISTREAM = 1024 * 2**20
+MOST_SCRATCH_MULTISTREAM = 1536 * 2**20
 # Bytes that the recorded call may keep until its end, once.
 MOST_KEPT = 256 * 2**20
 MOST_KEPT_MULTISTREAM = 2048 * 2**20

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..common.launch import relaunched
 from ..common.side_stream import SideStream
 from . import dots as dot_rows
-from . import forward, gather, overflow, rows
+from . import forward, gather, overflow, popular, rows
 from .forward import Block, Packed, chunks, rows_of_table
 from .packing import ARRIVALS, overflow_rows, popcount
 
@@ -247,15 +247,28 @@ def backward(
         d_up = torch.empty_like(packed.up) if gated else None
         work = (entries, packed.up if gated else None, d_stats)
         dot_rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g)
+        common = None
+        if d_stats is None and len(packed.popular):
+            common = popular.Gradients(
+                dy, packed.popular, packed.popular_gate, packed.popular_up if gated else None,
+                (gate, up, table), packed.count, cap, b.f, b.g, b.zero_threshold,
+            )  # fmt: skip
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
-            rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
+            onto = common.of_x() if common else None
+            rows.weighted_rows(
+                packed.count, packed.index, d_gate, gate, dx, second=second, onto=onto
+            )
         side.wait(filled)
         if by_gate or by_up:
             sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+            if common:
+                common.add_to(x, (into_gate, d_bg), (into_up, d_bu))
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
         if d_table is not None:
             sums_by_neuron(lists, dy, h, d_table, None, cap)
+            if common:
+                common.add_to_down(dy, d_table)
             rows.by_neuron(d_table, out=d_wd)
     first.add()
     del first  # one at a time: they are large

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from sparse_inductor.epilogue.steps import Program
 
 from ..common.side_stream import SideStream
-from . import bitmask_packing, decode, dense, hopper, rows
+from . import bitmask_packing, decode, dense, hopper, popular, rows
 from . import dots as dot_rows
 from . import packing as packer
 
@@ -61,7 +61,13 @@ class Block(Protocol):
 
 
 class Packed(Protocol):
-    """The active neurons of every row: count [M]; index, gate and up [M, cap], up empty without a gate."""
+    """The active neurons of every row: count [M]; index, gate and up [M, cap], up empty without a gate.
+
+    popular [P]: neurons that are not among them, of which all rows have the projections, popular_gate and popular_up
+    [M, P].
+    """
+
+    def without_popular(self) -> None: ...
 
     @property
     def count(self) -> torch.Tensor: ...
@@ -71,11 +77,28 @@ class Packed(Protocol):
     def gate(self) -> torch.Tensor: ...
     @property
     def up(self) -> torch.Tensor: ...
+    @property
+    def popular(self) -> torch.Tensor: ...
+    @property
+    def popular_gate(self) -> torch.Tensor: ...
+    @property
+    def popular_up(self) -> torch.Tensor: ...
 
 
 def is_few(M: int, N: int) -> bool:
     """Whether nothing is packed of M rows of N gates, where no statistics are taken."""
     return M <= FEW or M * N <= FEW_GATES
+
+
+def _takes_popular(x: torch.Tensor, b: Block, stats: bool, neurons: int) -> bool:
+    """Whether so many popular neurons are taken by products over all tokens x (`relu_ffn.popular`)."""
+    few = is_few(len(x), b.gate.shape[0])
+    return (
+        neurons > 0
+        and not stats
+        and not few
+        and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
+    )
 
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
@@ -98,10 +121,11 @@ def forward(
     packed: Packed | None,
     cap: int,
     residual: torch.Tensor | None = None,
+    neurons: int = 0,
 ) -> torch.Tensor:
     """y [M, D] of tokens x [M, K], `residual` [M, D] added; fills `stats` [4, M] and `packed` where given.
 
-    cap: entries of a packed row.
+    cap: entries of a packed row. neurons: how many are taken as popular ones, where any are.
     """
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
@@ -109,10 +133,11 @@ def forward(
     if packed is None and stats is None and decode.applies(x, b):
         return decode.forward(x, b, y, residual)
     if residual is not None:
-        return forward(x, b, stats, packed, cap).add_(residual)
+        return forward(x, b, stats, packed, cap, neurons=neurons).add_(residual)
     if stats is None and is_few(M, N):
         if packed is not None:
             packed.count.fill_(cap + 1)  # nothing is kept
+            packed.without_popular()
         gate = F.linear(x, b.gate, b.gate_bias)
         up = None if b.up is None else F.linear(x, b.up, b.up_bias)
         return F.linear(dense.activate(gate, up, b.f, b.g, b.zero_threshold), b.down, b.down_bias)
@@ -123,6 +148,11 @@ def forward(
         cap *= 2
     with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
     table = None
+    common = keep = None
+    if _takes_popular(x, b, stats is not None, neurons):
+        common = packed.popular if packed else x.new_empty(neurons, dtype=torch.int64)
+    elif packed is not None:
+        packed.without_popular()
     parts = chunks(M, N, CHUNK)
     for part in parts:
         m = part.stop - part.start
@@ -131,7 +161,8 @@ def forward(
         alone = numbers is None
         follows = up is not None and alone and dot_rows.follows(x, up)
         words = 2 + -(-m // 2) if follows else 0
-        state = packer.new_state(x.device, words)
+        totals = 16 * hopper.words(N) if common is not None else 0
+        state = packer.new_state(x.device, totals + words)
         # What counts the programs that make the table, then a row's entries that are done.
         done = state[len(state) - words :].view(torch.int32) if follows else None
         ready = None if done is None else done[4:]
@@ -149,7 +180,7 @@ def forward(
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
         if numbers is None:
-            asked = roomy and not hopper.has_room(x, b.gate)
+            asked = roomy and common is None and not hopper.has_room(x, b.gate)
         if table is None and not asked:
             table, _ = rows.by_neuron(b.down, beside=with_bitmask)
         if packed is None:
@@ -163,6 +194,17 @@ def forward(
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
+        onto = None
+        if common is not None:
+            if keep is None:
+                begin = len(state) - words - totals
+                counters = state[begin : begin + totals].view(torch.int32)
+                keep = popular.choose(bitmask, counters, N, common)
+            popular.take_out(bitmask, keep)
+            kept = (packed.popular_gate[part], packed.popular_up[part]) if packed else None
+            onto = popular.product(
+                x[part], gate, up, b.up_bias, table, common, b.f, b.g, b.zero_threshold, kept
+            )
         overflow = count.new_empty(packer.room_for_rows(m))
         entries = (count, index, value)
         if bitmask is not None:
@@ -197,6 +239,7 @@ def forward(
                     dense.row_stats(gate, numbers, listed)
             rows.weighted_rows(
                 count, index, h, table, y[part],
-                steps=steps, bias=b.down_bias, packing=packing, ready=ready, made=(made, makers),
+                steps=steps, bias=b.down_bias, packing=packing, onto=onto, ready=ready,
+                made=(made, makers),
             )  # fmt: skip
     return y

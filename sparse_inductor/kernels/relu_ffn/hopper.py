@@ -38,7 +38,15 @@ from ..common.tma import tma_addressable
 from ..common.unroll import unrolled
 from .packing import twice
 
-__all__ = ["applies", "has_room", "layout", "may_emit_bitmask", "product_with_bitmask", "stages"]
+__all__ = [
+    "applies",
+    "has_room",
+    "layout",
+    "may_emit_bitmask",
+    "product_with_bitmask",
+    "stages",
+    "words",
+]
 
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
@@ -418,6 +426,11 @@ def may_emit_bitmask(x: torch.Tensor, gate: torch.Tensor, threshold: float) -> b
     return applies(x, gate) and math.isfinite(threshold)
 
 
+def words(N: int) -> int:
+    """Words of a row of the bitmask."""
+    return 8 * -(-N // BITMASK_TILE.value)
+
+
 def product_with_bitmask(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -432,7 +445,7 @@ def product_with_bitmask(
     """
     M, N = len(x), len(weight)
     out = x.new_empty(M, N)
-    bitmask = torch.empty(M, 8 * -(-N // BITMASK_TILE.value), dtype=torch.int32, device=x.device)
+    bitmask = torch.empty(M, words(N), dtype=torch.int32, device=x.device)
     programs = sm_count(x.device)
     constants = _constants(*x.shape, N, programs, ROOM if room else 0)
     args = (

@@ -167,7 +167,7 @@ def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.cons
 
 @triton.jit
 def _weighted_row(
-    m, c, d, ahead, index, value_a, table_a, value_b, table_b, bias, out,
+    m, c, d, ahead, index, value_a, table_a, value_b, table_b, onto, bias, out,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     FLIGHT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
@@ -176,6 +176,8 @@ def _weighted_row(
     in_d = d < D
     r = tl.arange(0, FLIGHT)
     total = tl.zeros([d.shape[0]], tl.float32)
+    if onto is not None:
+        total = tl.load(onto + m * D + d, mask=in_d, other=0.0)
     # Past the end, some row again: a mask costs more.
     after = tl.where(r < c, ahead, 0).to(tl.int32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
@@ -195,7 +197,7 @@ def _weighted_row(
 
 @triton.jit
 def _one_row(
-    i, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
+    i, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, onto, bias, out,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, LONG: tl.constexpr,
     LISTS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -209,7 +211,7 @@ def _one_row(
         elif not LISTS or c <= LONG:
             _weighted_row(
                 m, c, d + tl.arange(0, WIDTH), ahead,
-                index, value_a, table_a, value_b, table_b, bias, out,
+                index, value_a, table_a, value_b, table_b, onto, bias, out,
                 D, stride_a, stride_b, stride_o,
                 STEPS, TWO, HAS_BIAS, CAP, FLIGHT, EVEN, STAGES, PAIRS,
             )  # fmt: skip
@@ -218,7 +220,7 @@ def _one_row(
 @relaunched
 @triton.jit(do_not_specialize=["listers", "makers"])
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, state, pieces, ready,
+    count, index, value_a, table_a, value_b, table_b, onto, bias, out, state, pieces, ready,
     made, M, D, stride_a, stride_b, stride_o, listers, makers,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
@@ -258,7 +260,7 @@ def _weighted_rows_kernel(
                     _wait_for_entries(ready, m, c, 0 * seen)
                 _weighted_row(
                     m, c, d + part * HALF + tl.arange(0, HALF), ahead,
-                    index, value_a, table_a, value_b, table_b, bias, out,
+                    index, value_a, table_a, value_b, table_b, onto, bias, out,
                     D, stride_a, stride_b, stride_o,
                     STEPS, TWO, HAS_BIAS, CAP, 2 * FLIGHT, EVEN, STAGES, PAIRS,
                 )  # fmt: skip
@@ -270,7 +272,7 @@ def _weighted_rows_kernel(
                 # Where all rows are dense, none of their entries is ever done.
                 _wait_for_entries(ready, first, tl.where(none, 0, c), seen)
         _one_row(
-            first, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
+            first, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, onto, bias, out,
             D, stride_a, stride_b, stride_o,
             STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
         )  # fmt: skip
@@ -290,10 +292,12 @@ def weighted_rows(
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
     packing: tuple[torch.Tensor, torch.Tensor] | None = None,
+    onto: torch.Tensor | None = None,
     ready: torch.Tensor | None = None,
     made: tuple[torch.Tensor | None, int] = (None, 0),
 ) -> None:
-    """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
+    """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table, and `onto`
+    [M, D], fp32 and contiguous).
 
     Rows that overflow are left as they are, and do so where `packing`, of `pack`, says it of all. ready: of
     `dots`, which was launched just before. made: of the table, `Unless.done` and its programs.
@@ -311,7 +315,7 @@ def weighted_rows(
     state, pieces = (None, None) if packing is None else packing
     listers = 0 if packing is None or many else listers_of(M, most)
     _weighted_rows_kernel[(listers + M, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, state, pieces, ready,
+        count, index, value, table, value_b, table_b, onto, bias, out, state, pieces, ready,
         made[0], M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, made[1],
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,

@@ -1,0 +1,316 @@
+"""Neurons that many tokens share, taken by matrix products over all tokens.
+
+Neurons are unequally active. The time in which L2 yields a neuron's weights to one token is that in which tensor cores
+multiply a hundred tokens by them: a neuron that is active for more than one token in a hundred costs less as a column
+of a product. The popular ones of a call are those with the most active tokens in it, counted in the bitmask of
+`relu_ffn.hopper`; what is packed is what is left.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.epilogue.steps import Program
+
+from ..common.epilogue import encode, evaluate
+from ..common.launch import relaunched
+from .dots import slopes
+
+__all__ = ["Gradients", "choose", "product", "take_out"]
+
+# Rows that are counted, at most.
+COUNTED = 2048
+# Of them those of a program, and those that it holds at once.
+ROWS, AT_ONCE = 64, 32
+WORDS = 8
+# Tokens from which on neurons are equally popular.
+MANY = 255
+# Words of the bitmask a program; rows and columns of the popular neurons' activations.
+BLOCK = 2048
+TILE = 4, 256
+
+
+@relaunched
+@triton.jit
+def _count_kernel(
+    bitmask, totals, rows, words, step, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """totals [words, 32] += in how many of the rows 0, step, 2 step ... each bit is set."""
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)
+    total = tl.zeros([WORDS, 32], tl.int32)
+    first = tl.program_id(1) * ROWS
+    for i0 in range(first, first + ROWS, AT_ONCE):
+        i = i0 + tl.arange(0, AT_ONCE)
+        at = (i * step).to(tl.int64)[:, None] * words + word[None, :]
+        w = tl.load(bitmask + at, mask=(i < rows)[:, None], other=0)
+        total += tl.sum((w[:, :, None] >> bit[None, None, :]) & 1, 0)
+    tl.atomic_add(totals + word[:, None] * 32 + bit[None, :], total, sem="relaxed")
+
+
+@triton.jit
+def _neuron(place):
+    """The neuron of a bit, counted from the first word's, as `relu_ffn.hopper` orders them."""
+    word, b = place // 32, place % 32
+    return word // 8 * 256 + word % 2 * 128 + b // 2 * 8 + word % 8 // 2 * 2 + b % 2
+
+
+@relaunched
+@triton.jit
+def _choose_kernel(
+    totals, popular, keep, words, N, MANY: tl.constexpr, POPULAR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """popular [POPULAR]: the neurons with the largest totals, of equal ones, or such from MANY on, the first bits. keep
+    [words]: the others."""
+    place = tl.arange(0, BLOCK)
+    n = _neuron(place)
+    there = (place < 32 * words) & (n < N)
+    total = tl.minimum(tl.load(totals + place, mask=there, other=-1), MANY)
+    least = tl.zeros([], tl.int32)
+    most = least + MANY
+    while least < most:
+        middle = (least + most + 1) // 2
+        enough = tl.sum((total >= middle).to(tl.int32), 0) >= POPULAR
+        least = tl.where(enough, middle, least)
+        most = tl.where(enough, most, middle - 1)
+    more, equal = (total > least).to(tl.int32), (total == least).to(tl.int32)
+    room = POPULAR - tl.sum(more, 0)
+    chosen = more | (equal & (tl.cumsum(equal, 0) <= room).to(tl.int32))
+    tl.store(popular + tl.cumsum(chosen, 0) - 1, n, mask=chosen != 0)
+    of_word = tl.reshape(chosen, [BLOCK // 32, 32]) << tl.arange(0, 32)[None, :]
+    word = tl.arange(0, BLOCK // 32)
+    tl.store(keep + word, ~tl.sum(of_word, 1), mask=word < words)
+
+
+@relaunched
+@triton.jit
+def _take_out_kernel(bitmask, keep, numbers, words, BLOCK: tl.constexpr):
+    """bitmask [M, words] &= keep [words]."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < numbers
+    w = tl.load(bitmask + i, mask=mask, other=0) & tl.load(keep + i % words, mask=mask, other=0)
+    tl.store(bitmask + i, w, mask=mask)
+
+
+def choose(
+    bitmask: torch.Tensor, totals: torch.Tensor, N: int, popular: torch.Tensor
+) -> torch.Tensor:
+    """Fill `popular`, int64, with the most popular of N neurons; returns the bits of the others, [words].
+
+    totals: [words, 32] zeros, int32, to count in.
+    """
+    M, words = bitmask.shape
+    step = -(-M // COUNTED)
+    rows = -(-M // step)
+    _count_kernel[(words // WORDS, triton.cdiv(rows, ROWS))](
+        bitmask, totals, rows, words, step, ROWS=ROWS, AT_ONCE=AT_ONCE, WORDS=WORDS, num_warps=4
+    )
+    keep = bitmask.new_empty(words)
+    _choose_kernel[(1,)](
+        totals, popular, keep, words, N,
+        MANY=MANY, POPULAR=len(popular), BLOCK=triton.next_power_of_2(words * 32), num_warps=16,
+    )  # fmt: skip
+    return keep
+
+
+def take_out(bitmask: torch.Tensor, keep: torch.Tensor) -> None:
+    """Leave the bits of `keep` in every row."""
+    _take_out_kernel[(triton.cdiv(bitmask.numel(), BLOCK),)](
+        bitmask, keep, bitmask.numel(), len(keep), BLOCK=BLOCK, num_warps=4
+    )
+
+
+@relaunched
+@triton.jit
+def _rows_of_kernel(table, popular, out, columns, stride_t, BLOCK: tl.constexpr):
+    """out[p] = table[popular[p]]."""
+    p = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < columns
+    v = tl.load(table + tl.load(popular + p) * stride_t + c, mask=mask, other=0.0)
+    tl.store(out + p * columns + c, v, mask=mask)
+
+
+def _rows_of(
+    table: torch.Tensor, popular: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """table[popular]: a launch, where ATen's index_select is a call that is not replayed with others."""
+    P, columns = len(popular), table.shape[1]
+    out = table.new_empty(P, columns) if out is None else out
+    block = min(2048, triton.next_power_of_2(columns))
+    _rows_of_kernel[(P, triton.cdiv(columns, block))](
+        table, popular, out, columns, table.stride(0), BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@relaunched
+@triton.jit
+def _hidden_kernel(
+    gate, popular, up, hidden, gates, M, N, P, THRESHOLD,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """hidden [M, P] = f(gate[:, popular]) * g(up), up [M, P]; unless None, gates [M, P] = gate[:, popular]."""
+    m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    p = tl.program_id(1) * BP + tl.arange(0, BP)
+    mask = (m < M)[:, None] & (p < P)[None, :]
+    n = tl.load(popular + p, mask=p < P, other=0)
+    given = tl.load(gate + m[:, None] * N + n[None, :], mask=mask, other=0.0)
+    g = given.to(tl.float32)
+    at = m[:, None] * P + p[None, :]
+    h = evaluate(g, F_STEPS)
+    if up is not None:
+        h = h * evaluate(tl.load(up + at, mask=mask, other=0.0).to(tl.float32), G_STEPS)
+    tl.store(hidden + at, tl.where(g <= THRESHOLD, 0.0, h).to(hidden.dtype.element_ty), mask=mask)
+    if gates is not None:
+        tl.store(gates + at, given, mask=mask)
+
+
+def product(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    table: torch.Tensor,
+    popular: torch.Tensor,
+    f: Program,
+    g: Program,
+    threshold: float,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """What the popular neurons add to y [M, D], fp32, from the gate projection [M, N].
+
+    up [N, K], table [N, D]: the weights, by neuron. kept: where the neurons' projections [M, P] are kept, the second
+    one of a gated block.
+    """
+    (M, N), P = gate.shape, len(popular)
+    gates, u = kept or (None, None)
+    if up is not None:
+        weight = _rows_of(up, popular).t()
+        u = x.new_empty(M, P) if u is None else u
+        if up_bias is None:
+            torch.mm(x, weight, out=u)
+        else:
+            torch.addmm(_rows_of(up_bias[:, None], popular)[:, 0], x, weight, out=u)
+    hidden = x.new_empty(M, P)
+    rows, columns = TILE
+    _hidden_kernel[(triton.cdiv(M, rows), triton.cdiv(P, columns))](
+        gate, popular, None if up is None else u, hidden, gates, M, N, P, threshold,
+        F_STEPS=encode(f), G_STEPS=encode(g), BM=rows, BP=columns, num_warps=4,
+    )  # fmt: skip
+    return _product(hidden, _rows_of(table, popular))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+@relaunched
+@triton.jit
+def _slopes_kernel(
+    gates, ups, dh, count, d_both, M, P, THRESHOLD,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, CAP: tl.constexpr,
+    BM: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """d_both [M, P] or [M, 2 P]: the gradients of the popular neurons' projections; dh becomes h. Zeros in rows that
+    overflow."""
+    m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    p = tl.program_id(1) * BP + tl.arange(0, BP)
+    mask = (m < M)[:, None] & (p < P)[None, :]
+    at = m[:, None] * P + p[None, :]
+    g = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(ups + at, mask=mask, other=0.0).to(tl.float32) if GATED else g
+    gradient = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
+    dg, du, h = slopes(g, u, gradient, 0.0, 0.0, F_STEPS, G_STEPS, GATED)
+    off = (g <= THRESHOLD) | (tl.load(count + m, mask=m < M, other=0) > CAP)[:, None]
+    width = 2 * P if GATED else P
+    to = d_both + m[:, None] * width + p[None, :]
+    dtype = d_both.dtype.element_ty
+    tl.store(to, tl.where(off, 0.0, dg).to(dtype), mask=mask)
+    if GATED:
+        tl.store(to + P, tl.where(off, 0.0, du).to(dtype), mask=mask)
+    tl.store(dh + at, tl.where(off, 0.0, h).to(dtype), mask=mask)
+
+
+@relaunched
+@triton.jit
+def _add_rows_kernel(rows, popular, out, columns, stride_r, stride_o, BLOCK: tl.constexpr):
+    """out[popular[p]] += rows[p]."""
+    p = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    to = out + tl.load(popular + p) * stride_o + c
+    mask = c < columns
+    v = tl.load(rows + p * stride_r + c, mask=mask, other=0.0).to(tl.float32)
+    v += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, v.to(out.dtype.element_ty), mask=mask)
+
+
+def _add_rows(rows: torch.Tensor, popular: torch.Tensor, out: torch.Tensor) -> None:
+    P, columns = rows.shape
+    block = min(2048, triton.next_power_of_2(columns))
+    _add_rows_kernel[(P, triton.cdiv(columns, block))](
+        rows, popular, out, columns, rows.stride(0), out.stride(0), BLOCK=block, num_warps=4 if block > 256 else 1,
+    )  # fmt: skip
+
+
+class Gradients:
+    """What the popular neurons add to the gradients of x and of the weights.
+
+    gates, ups: their projections [M, P]; count: of the packed rows, of which those with more than `cap` entries take no
+    part. gate, up [N, K], table [N, D]: the weights, by neuron.
+    """
+
+    def __init__(
+        self,
+        dy: torch.Tensor,
+        popular: torch.Tensor,
+        gates: torch.Tensor,
+        ups: torch.Tensor | None,
+        weights: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+        count: torch.Tensor,
+        cap: int,
+        f: Program,
+        g: Program,
+        threshold: float,
+    ) -> None:
+        gate, up, table = weights
+        M, P = gates.shape
+        self._popular, self._gated = popular, up is not None
+        tables = [gate] if up is None else [gate, up]
+        self._weights = gate.new_empty(P * len(tables), gate.shape[1])
+        for i, weight in enumerate(tables):
+            _rows_of(weight, popular, self._weights[i * P : (i + 1) * P])
+        self._hidden = torch.mm(dy, _rows_of(table, popular).t())
+        self._both = dy.new_empty(M, P * len(tables))
+        rows, columns = TILE
+        _slopes_kernel[(triton.cdiv(M, rows), triton.cdiv(P, columns))](
+            gates, ups, self._hidden, count, self._both, M, P, threshold,
+            F_STEPS=encode(f), G_STEPS=encode(g), GATED=self._gated, CAP=cap,
+            BM=rows, BP=columns, num_warps=4,
+        )  # fmt: skip
+
+    def of_x(self) -> torch.Tensor:
+        """[M, K], fp32."""
+        return _product(self._both, self._weights)
+
+    def add_to(
+        self,
+        x: torch.Tensor,
+        into_gate: tuple[torch.Tensor, torch.Tensor | None],
+        into_up: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """Add to their rows of the gradients of gate and up [N, K], and of the biases [N]."""
+        sums = torch.mm(self._both.t(), x)
+        for i, (weight, bias) in enumerate((into_gate, into_up)):
+            part = slice(i * len(self._popular), (i + 1) * len(self._popular))
+            if weight is not None:
+                _add_rows(sums[part], self._popular, weight)
+            if bias is not None:
+                _add_rows(self._both[:, part].sum(0)[:, None], self._popular, bias[:, None])
+
+    def add_to_down(self, dy: torch.Tensor, into: torch.Tensor) -> None:
+        """Add to their rows of the gradient of down, by neuron [N, D]."""
+        _add_rows(torch.mm(self._hidden.t(), dy), self._popular, into)
