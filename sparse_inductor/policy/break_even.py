@@ -45,8 +45,8 @@ class Row:
 
 _MILLION = 1_000_000
 # What popular neurons of a feed-forward block cost on an H100 and an H200, 2026-11-27, over a gathered weight: each for
-# a row; what is launched for them, in gathered weights; a look at a row's gates, in gathered weights a neuron. A training
-# step gathers four times as much, and looks once.
+# a row; what is launched for them, in gathered weights; a look at a row's gates, in gathered weights a neuron. A
+# training step gathers four times as much, and looks once.
 _POPULAR, _LAUNCHES, _LOOK = 0.015, 100 * _MILLION, 2.5
 # Weights that all rows would gather, times rows, from which on a GPU takes longer than the host that launches it.
 _LEAST, _LEAST_TRAINED = 90_000 * _MILLION, 130_000 * _MILLION

@@ -82,7 +82,36 @@ def compile_all() -> None:
         assert sum(map(int, declared)) + compiled.metadata.shared <= 48 << 10, (
             f"{words} words, {warps} warps: {declared} is more than is given unasked"
         )
+    compile_popular(lambda *args, **options: made(*args, ASTSource, **options))
     print("compiled")
+
+
+def compile_popular(made) -> None:
+    """The Triton kernels that only Hopper's path launches, as for a gated block of 5,632 neurons."""
+    from sparse_inductor.epilogue.steps import parse
+    from sparse_inductor.kernels.common.epilogue import encode
+    from sparse_inductor.kernels.relu_ffn import popular
+
+    relu, itself, rows, columns = encode(parse("relu")), encode(parse("")), *popular.TILE
+    steps = {"F_STEPS": relu, "G_STEPS": itself, "BM": rows, "BP": columns}
+    counted = {"ROWS": popular.ROWS, "AT_ONCE": popular.AT_ONCE, "WORDS": popular.WORDS}
+    chosen = {"MANY": popular.MANY, "POPULAR": 896, "BLOCK": 8192}
+    row = "*bf16 *bf16 i32 i32 i32".split()
+    for kernel, types, constants, warps in (
+        (popular._count_kernel, "*i32 *i32 i32 i32 i32", counted, 4),
+        (popular._choose_kernel, "*i32 *i64 *i32 i32 i32", chosen, 16),
+        (popular._take_out_kernel, "*i32 *i32 i32 i32", {"BLOCK": popular.BLOCK}, 4),
+        (popular._rows_kernel, " ".join([*row * 3, "*i64"]), {"ADD": True, "BLOCK": 2048}, 4),
+        (
+            popular._hidden_kernel, "*bf16 *i64 *bf16 *bf16 *bf16 i32 i32 i32 fp32", steps, 4,
+        ),
+        (
+            popular._slopes_kernel, "*bf16 *bf16 *bf16 *i32 *bf16 i32 i32 fp32",
+            {**steps, "GATED": True, "CAP": 256}, 4,
+        ),
+    ):  # fmt: skip
+        compiled = made(kernel.kernel, types.split(), constants, num_warps=warps)
+        assert ".local" not in compiled.asm["ptx"]
 
 
 @pytest.mark.heavy

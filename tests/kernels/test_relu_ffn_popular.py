@@ -90,7 +90,6 @@ def test_what_they_add(gated, steps):
     torch.testing.assert_close(one.of_x(), d_x, rtol=1e-4, atol=1e-4)
     into = [torch.zeros_like(t) for t in (d_gate, d_bg, d_down.t().contiguous())]
     ups = [torch.zeros_like(t) for t in d_more] if gated else [None, None]
-    one.add_to(x, (into[0], into[1]), tuple(ups))
-    one.add_to_down(dy, into[2])
+    one.add_to(x, dy, (into[0], ups[0]), (into[1], ups[1]), into[2])
     for mine, theirs in zip([*into, *ups], [d_gate, d_bg, d_down.t(), *d_more]):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

@@ -255,20 +255,20 @@ def backward(
             )  # fmt: skip
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
-            onto = common.of_x() if common else None
+            onto = None if common is None else common.of_x()
             rows.weighted_rows(
                 packed.count, packed.index, d_gate, gate, dx, second=second, onto=onto
             )
         side.wait(filled)
         if by_gate or by_up:
             sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
-            if common:
-                common.add_to(x, (into_gate, d_bg), (into_up, d_bu))
-        # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
         if d_table is not None:
             sums_by_neuron(lists, dy, h, d_table, None, cap)
-            if common:
-                common.add_to_down(dy, d_table)
+        if common is not None:
+            weights = (into_gate, into_up) if by_gate or by_up else ()
+            common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
+        # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
+        if d_table is not None:
             rows.by_neuron(d_table, out=d_wd)
     first.add()
     del first  # one at a time: they are large

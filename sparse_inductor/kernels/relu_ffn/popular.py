@@ -8,6 +8,9 @@ of a product. The popular ones of a call are those with the most active tokens i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -122,28 +125,53 @@ def take_out(bitmask: torch.Tensor, keep: torch.Tensor) -> None:
     )
 
 
-@relaunched
 @triton.jit
-def _rows_of_kernel(table, popular, out, columns, stride_t, BLOCK: tl.constexpr):
-    """out[p] = table[popular[p]]."""
+def _row(
+    table, rows, popular, width, stride_t, stride_r, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """rows[p] = table[popular[p]]; ADD: table[popular[p]] += rows[p]. BLOCK columns of one row."""
     p = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < columns
-    v = tl.load(table + tl.load(popular + p) * stride_t + c, mask=mask, other=0.0)
-    tl.store(out + p * columns + c, v, mask=mask)
+    mask = c < width
+    of_table = table + tl.load(popular + p) * stride_t + c
+    of_rows = rows + p * stride_r + c
+    v = tl.load(of_table, mask=mask, other=0.0)
+    if ADD:
+        v = v.to(tl.float32) + tl.load(of_rows, mask=mask, other=0.0).to(tl.float32)
+        tl.store(of_table, v.to(table.dtype.element_ty), mask=mask)
+    else:
+        tl.store(of_rows, v, mask=mask)
 
 
-def _rows_of(
-    table: torch.Tensor, popular: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """table[popular]: a launch, where ATen's index_select is a call that is not replayed with others."""
-    P, columns = len(popular), table.shape[1]
-    out = table.new_empty(P, columns) if out is None else out
-    block = min(2048, triton.next_power_of_2(columns))
-    _rows_of_kernel[(P, triton.cdiv(columns, block))](
-        table, popular, out, columns, table.stride(0), BLOCK=block, num_warps=4
+@relaunched
+@triton.jit
+def _rows_kernel(
+    t0, r0, w0, st0, sr0, t1, r1, w1, st1, sr1, t2, r2, w2, st2, sr2, popular,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_row` of up to three tables."""
+    which = tl.program_id(2)
+    if which == 0:
+        _row(t0, r0, popular, w0, st0, sr0, ADD, BLOCK)
+    if t1 is not None and which == 1:
+        _row(t1, r1, popular, w1, st1, sr1, ADD, BLOCK)
+    if t2 is not None and which == 2:
+        _row(t2, r2, popular, w2, st2, sr2, ADD, BLOCK)
+
+
+def _launch_rows(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], popular: torch.Tensor, add: bool
+) -> None:
+    """rows = table[popular], or with `add` the reverse, of one to three (table [N, *], rows [P, *]): one launch."""
+    given: list[Any] = []
+    for table, rows in pairs:
+        given += [table, rows, rows.shape[1], table.stride(0), rows.stride(0)]
+    given += [None, None, 1, 1, 1] * (3 - len(pairs))
+    widest = max(rows.shape[1] for _, rows in pairs)
+    block = min(2048, triton.next_power_of_2(widest))
+    _rows_kernel[(len(popular), triton.cdiv(widest, block), len(pairs))](
+        *given, popular, ADD=add, BLOCK=block, num_warps=4 if block > 256 else 1
     )
-    return out
 
 
 @relaunched
@@ -187,20 +215,28 @@ def product(
     """
     (M, N), P = gate.shape, len(popular)
     gates, u = kept or (None, None)
+    down = table.new_empty(P, table.shape[1])
+    pairs = [(table, down)]
     if up is not None:
-        weight = _rows_of(up, popular).t()
+        weight = up.new_empty(P, up.shape[1])
+        pairs.append((up, weight))
+    if up_bias is not None:
+        bias = up_bias.new_empty(P, 1)
+        pairs.append((up_bias[:, None], bias))
+    _launch_rows(pairs, popular, add=False)
+    if up is not None:
         u = x.new_empty(M, P) if u is None else u
         if up_bias is None:
-            torch.mm(x, weight, out=u)
+            torch.mm(x, weight.t(), out=u)
         else:
-            torch.addmm(_rows_of(up_bias[:, None], popular)[:, 0], x, weight, out=u)
+            torch.addmm(bias[:, 0], x, weight.t(), out=u)
     hidden = x.new_empty(M, P)
     rows, columns = TILE
     _hidden_kernel[(triton.cdiv(M, rows), triton.cdiv(P, columns))](
         gate, popular, None if up is None else u, hidden, gates, M, N, P, threshold,
         F_STEPS=encode(f), G_STEPS=encode(g), BM=rows, BP=columns, num_warps=4,
     )  # fmt: skip
-    return _product(hidden, _rows_of(table, popular))
+    return _product(hidden, down)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -235,27 +271,6 @@ def _slopes_kernel(
     tl.store(dh + at, tl.where(off, 0.0, h).to(dtype), mask=mask)
 
 
-@relaunched
-@triton.jit
-def _add_rows_kernel(rows, popular, out, columns, stride_r, stride_o, BLOCK: tl.constexpr):
-    """out[popular[p]] += rows[p]."""
-    p = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    to = out + tl.load(popular + p) * stride_o + c
-    mask = c < columns
-    v = tl.load(rows + p * stride_r + c, mask=mask, other=0.0).to(tl.float32)
-    v += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to, v.to(out.dtype.element_ty), mask=mask)
-
-
-def _add_rows(rows: torch.Tensor, popular: torch.Tensor, out: torch.Tensor) -> None:
-    P, columns = rows.shape
-    block = min(2048, triton.next_power_of_2(columns))
-    _add_rows_kernel[(P, triton.cdiv(columns, block))](
-        rows, popular, out, columns, rows.stride(0), out.stride(0), BLOCK=block, num_warps=4 if block > 256 else 1,
-    )  # fmt: skip
-
-
 class Gradients:
     """What the popular neurons add to the gradients of x and of the weights.
 
@@ -278,17 +293,18 @@ class Gradients:
     ) -> None:
         gate, up, table = weights
         M, P = gates.shape
-        self._popular, self._gated = popular, up is not None
+        self._popular = popular
         tables = [gate] if up is None else [gate, up]
         self._weights = gate.new_empty(P * len(tables), gate.shape[1])
-        for i, weight in enumerate(tables):
-            _rows_of(weight, popular, self._weights[i * P : (i + 1) * P])
-        self._hidden = torch.mm(dy, _rows_of(table, popular).t())
+        down = table.new_empty(P, table.shape[1])
+        parts = self._weights.split(P)
+        _launch_rows([*zip(tables, parts), (table, down)], popular, add=False)
+        self._hidden = torch.mm(dy, down.t())
         self._both = dy.new_empty(M, P * len(tables))
         rows, columns = TILE
         _slopes_kernel[(triton.cdiv(M, rows), triton.cdiv(P, columns))](
             gates, ups, self._hidden, count, self._both, M, P, threshold,
-            F_STEPS=encode(f), G_STEPS=encode(g), GATED=self._gated, CAP=cap,
+            F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, CAP=cap,
             BM=rows, BP=columns, num_warps=4,
         )  # fmt: skip
 
@@ -299,18 +315,20 @@ class Gradients:
     def add_to(
         self,
         x: torch.Tensor,
-        into_gate: tuple[torch.Tensor, torch.Tensor | None],
-        into_up: tuple[torch.Tensor | None, torch.Tensor | None],
+        dy: torch.Tensor,
+        weights: Sequence[torch.Tensor | None],
+        biases: Sequence[torch.Tensor | None],
+        table: torch.Tensor | None,
     ) -> None:
-        """Add to their rows of the gradients of gate and up [N, K], and of the biases [N]."""
-        sums = torch.mm(self._both.t(), x)
-        for i, (weight, bias) in enumerate((into_gate, into_up)):
-            part = slice(i * len(self._popular), (i + 1) * len(self._popular))
-            if weight is not None:
-                _add_rows(sums[part], self._popular, weight)
+        """Add to their rows of the gradients of gate and up [N, K], of their biases [N], and of down, [N, D]."""
+        P, pairs = len(self._popular), []
+        if any(w is not None for w in weights):
+            sums = torch.mm(self._both.t(), x).split(P)
+            pairs = [(w, rows) for w, rows in zip(weights, sums) if w is not None]
+        if table is not None:
+            pairs.append((table, torch.mm(self._hidden.t(), dy)))
+        if pairs:
+            _launch_rows(pairs, self._popular, add=True)
+        for bias, part in zip(biases, self._both.split(P, 1)):
             if bias is not None:
-                _add_rows(self._both[:, part].sum(0)[:, None], self._popular, bias[:, None])
-
-    def add_to_down(self, dy: torch.Tensor, into: torch.Tensor) -> None:
-        """Add to their rows of the gradient of down, by neuron [N, D]."""
-        _add_rows(torch.mm(self._hidden.t(), dy), self._popular, into)
+                _launch_rows([(bias[:, None], part.sum(0)[:, None])], self._popular, add=True)
