@@ -53,7 +53,7 @@ from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
 from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
-from sparse_inductor.ops.relu_ffn import saves_nothing
+from sparse_inductor.ops.relu_ffn import MOST_COUNTED, saves_nothing
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -336,18 +336,25 @@ class ReluFfn(Recogniser):
         down, branches = match.reading.down, match.reading.branches
         neurons = expected(fake(down.source).shape[down.d_dim])
         width = expected(fake(down.node).shape[down.v_dim])
-        return look_up(
+        tokens = expected_elements(fake(down.source).shape) // max(1, neurons)
+        bits = 8 * fake(down.node).dtype.itemsize
+        worth = look_up(
             NAME,
             fake(down.node).device,
-            tokens=expected_elements(fake(down.source).shape) // max(1, neurons),
+            tokens=tokens,
             weight=neurons * width,
             width=width,
-            bits=8 * fake(down.node).dtype.itemsize,
+            bits=bits,
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),
             weighed=int(any(d.width is not None for d in match.others.downs)),
             training=int(any(map(view.needs_grad, _inputs(match.reading)))),
         )
+        inputs = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
+        multiples = not (neurons % _ALIGNED or inputs % (_ALIGNED * max(1, tokens)))
+        if bits == 16 and multiples and not match.others.statistics and neurons <= MOST_COUNTED:
+            return worth
+        return dataclasses.replace(worth, apart=None)
 
     def resolve(
         self, matches: Sequence[BlockMatch | LayerMatch], view: GraphView

@@ -30,8 +30,9 @@ def search(
     index: SparseIndex, q: Tensor, k: int, by_aten: bool, **filters
 ) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_APART", "_COMPILED"):
-            patch.setattr(index_search, name, 1 << 40 if by_aten else 0)
+        patch.setattr(index_search, "_APART", 1 << 40 if by_aten else 0)
+        if by_aten:
+            patch.setattr(native, "ready", lambda **_: False)
         used = []
         best_keys = native.Segments.best_keys
         patch.setattr(native.Segments, "best_keys", lambda *a: (used.append(1), best_keys(*a))[1])
@@ -85,6 +86,43 @@ def test_what_is_not_finite():
     index = SparseIndex.build(dense)
     q = torch.tensor([[3e38, 3e38], [1.0, 1.0], [float("nan"), 1.0], [float("inf"), 0.0]])
     alike(index, q, 4)
+
+
+def test_a_small_collection_is_compiled_for_once_it_has_been_searched_much(monkeypatch):
+    asked = []
+    monkeypatch.setattr(native, "ready", lambda worth_compiling: asked.append(worth_compiling))
+    monkeypatch.setattr(index_search, "_scored", 0)
+    monkeypatch.setattr(index_search, "_SCORED", 20)
+    index = SparseIndex.build(torch.eye(4))
+    for _ in range(3):
+        index.search(torch.eye(4)[:2], 1)
+    assert asked == [False, False, True]
+    monkeypatch.setattr(index_search, "_SCORED", 1 << 40)
+    index.search(torch.eye(4), 1)
+    monkeypatch.setattr(index_search, "_COMPILED", 4)
+    index.search(torch.eye(4), 1)
+    assert asked[3:] == [False, True]
+
+
+def test_what_was_compiled_before_serves_at_once(tmp_path):
+    """In a new process, however small the collection is; and nothing is compiled for it where it was not."""
+    code = (
+        "import sys, torch\n"
+        "from sparse_inductor import SparseIndex\n"
+        "from sparse_inductor.kernels.sparse_scores import cpu as native\n"
+        "index = SparseIndex.build(torch.eye(4))\n"
+        "index.search(torch.eye(4), 1)\n"
+        "print(native.ready(wait=True, worth_compiling=False))\n"
+        "if sys.argv[1] == 'compile': print(native.ready(wait=True))\n"
+    )
+    told = []
+    for argument in ("", "compile", ""):
+        done = subprocess.run(
+            [sys.executable, "-c", code, argument], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True, text=True, timeout=300, check=True,
+        )  # fmt: skip
+        told.append(done.stdout.split())
+    assert told == [["False"], ["False", "True"], ["True"]]
 
 
 def test_without_a_compiler_aten_serves(tmp_path):

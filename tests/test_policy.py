@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sparse_inductor
 from sparse_inductor import compat
 from sparse_inductor.pattern import registered
-from sparse_inductor.policy import break_even, popular, profile
+from sparse_inductor.policy import break_even, decisions, popular, profile
 from sparse_inductor.policy.popular import Apart
 from sparse_inductor.policy.worth import Worth, policies
 from sparse_inductor.testing import compile_without_codegen
@@ -141,6 +141,39 @@ def test_popular_neurons_are_told_apart(training):
     assert [n.args[-1] for n in calls] == [4, 4]
     run(0.0)
     assert len(report.pending) == 2
+
+
+@pytest.mark.parametrize(
+    ("K", "N", "dtype", "l1", "told"),
+    [
+        (16, 40, torch.bfloat16, False, True),
+        (16, 40, torch.float16, False, True),
+        (16, 40, torch.float32, False, False),
+        (16, 36, torch.bfloat16, False, False),
+        (12, 40, torch.bfloat16, False, False),
+        (16, 40, torch.bfloat16, True, False),
+    ],
+)
+def test_which_blocks_have_popular_neurons(K, N, dtype, l1, told, monkeypatch):
+    """Those of which the operator takes them: of the others none is to be reckoned with."""
+    from sparse_inductor.patterns import relu_ffn
+
+    apart, given = Apart(0.05, 0.02, 0.001), []
+    site = decisions._site
+    monkeypatch.setattr(
+        decisions, "_site", lambda c, w, *a: given.append(w.apart) or site(c, w, *a)
+    )
+    monkeypatch.setattr(relu_ffn, "look_up", lambda *_, **__: Worth(0.05, "", apart))
+    up, down = (torch.randn(s, dtype=dtype) for s in ((N, K), (K, N)))
+
+    def block(x):
+        h = torch.relu(x @ up.t())
+        y = h @ down.t()
+        return (y, h.abs().mean()) if l1 else y
+
+    with sparse_inductor.enabled(only="relu_ffn", policy="auto"), torch.no_grad():
+        compile_without_codegen(block)(torch.randn(4, K, dtype=dtype))
+    assert given == [apart if told else None]
 
 
 @pytest.mark.usefixtures("popular_apart")
@@ -290,6 +323,19 @@ def test_the_share_is_that_of_every_row(shape, dynamic):
             up.bias.copy_(torch.tensor([-50.0, 50.0, 50.0, 50.0]).repeat(10))
     assert changes(model, [torch.ones(shape)] * 7, dynamic=dynamic) == (0, 1)
     assert [p.measured for p in sparse_inductor.report().pending] == [0.75, 0.75]
+
+
+@pytest.mark.usefixtures("popular_apart")
+@pytest.mark.parametrize(
+    ("shape", "dynamic"), [((4, 25, 8), None), ((100, 8), True), ((2, 3, 50, 8), True)]
+)
+def test_popular_neurons_of_any_shape(shape, dynamic):
+    model = Blocks()
+    with torch.no_grad():
+        for up in model.ups:
+            up.bias.copy_(torch.tensor([50.0, *[-50.0] * 9]).repeat(4))
+    assert changes(model, [torch.ones(shape)] * 7, dynamic=dynamic)[0] == 2
+    assert not sparse_inductor.report().pending
 
 
 @pytest.mark.usefixtures("looks_often")

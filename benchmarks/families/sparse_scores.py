@@ -3,7 +3,7 @@
 Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph"), by the
 portable kernels ("ours, portable") and by integer scores alone, in a graph ("ours, not exact, graph"); the
 scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add");
-on a CPU scipy's and torch's sparse product with torch.topk after it. Data is synthetic, with the paper's statistics.
+on a CPU scipy's and torch's sparse product with torch.topk after it, and the packages of `_packages`. Data is synthetic, with the paper's statistics.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,8 @@ from benchmarks.measure import MIB, Timing, Work, peak_memory, race
 from benchmarks.publish import Point
 from sparse_inductor import SparseIndex
 
+from . import _packages as packages
+
 TERMS = 30522
 FULL = 8_841_823  # passages of MS MARCO
 BATCH = 1 << 16  # documents made at a time
@@ -35,6 +38,7 @@ def run(bench: Bench) -> None:
     bench.section(bench.measure_limits)
     if not bench.cuda:
         bench.section(_cpu, bench, 2_000 if bench.quick else 100_000, 4 if bench.quick else 64)
+        bench.section(_packages, bench, 2_000 if bench.quick else 100_000)
         return
     sizes = [20_000] if bench.quick else [100_000, 1_000_000, FULL]
     for size in sizes:
@@ -475,3 +479,64 @@ def _cpu(bench: Bench, n: int, B: int) -> None:
             f"{label}: time, the better library{kind} over ours", ratio(theirs, mine), "x", *limits,
             higher=True, note=both(theirs, mine),
         )  # fmt: skip
+
+
+FEW_TERMS = Statistics(32, 0, 32, 32, 0.30)
+FASTER = {"scipy": (1.3, 3), "sparse_dot_topn": (1.2, 3), "numba": (1.0, 2), "seismic": (0.5, 1)}
+
+
+def _packages(bench: Bench, n: int) -> None:
+    """32 queries of 32 terms, sparse, by published packages, with one thread and with all."""
+    from scipy import sparse
+
+    k = 10 if bench.quick else 100
+    generator = Generator(bench.device)
+    queries = generator.texts(32, FEW_TERMS)
+    batches = [*generator.collection(n)]
+    index = SparseIndex(TERMS)
+    index.append(batches)
+    documents = sparse.vstack([_as_scipy(batch) for batch in batches]).tocsr()
+    threads = torch.get_num_threads()
+    try:
+        for number in sorted({1, threads}):
+            torch.set_num_threads(number)
+            _beside_packages(bench, index, documents, queries, k, number)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _as_scipy(texts: Tensor) -> Any:
+    from scipy import sparse
+
+    parts = (texts.values(), texts.col_indices().int(), texts.crow_indices().int())
+    return sparse.csr_matrix(tuple(t.numpy() for t in parts), texts.shape)
+
+
+def _beside_packages(
+    bench: Bench, index: SparseIndex, documents: Any, queries: Tensor, k: int, threads: int
+) -> None:
+    label = f"N {documents.shape[0]:,}, 32 queries of 32 terms, top-{k}, {threads} thread" + "s" * (
+        threads > 1
+    )
+    works: dict[Label, Work] = {(label, "ours"): lambda: index.search(queries, k)}
+    exact = index.search(queries, k)[1].numpy()
+    remarks = dict.fromkeys(FASTER, "")
+    given = documents, _as_scipy(queries), k, threads
+    for name in FASTER:
+        if importlib.util.find_spec(name) is None:
+            bench.note(f"Not measured: {name}, which is not installed here.")
+        elif name in packages.EXACT:
+            works[label, name] = search = packages.EXACT[name](*given)
+            missing = len(set(exact.ravel().tolist()) - set(search().ravel().tolist()))
+            remarks[name] = f"; {missing} of {exact.size} documents are others" if missing else ""
+        else:
+            works[label, name], settings = packages.seismic(*given, exact)
+            remarks[name] = f"; {settings}"
+    taken = bench.race(works)
+    mine = taken[label, "ours"]
+    for name, limits in FASTER.items():
+        if (theirs := taken.get((label, name))) is not None:
+            bench.row(
+                f"{label}: time, {name} over ours", ratio(theirs, mine), "x", *limits,
+                higher=True, note=both(theirs, mine) + remarks[name],
+            )  # fmt: skip

@@ -46,9 +46,14 @@ _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of 
 
 
 _APART = 1 << 14  # documents from which a thread's work outweighs handing it over
-_COMPILED = 1 << 11  # documents from which C++ is worth compiling
+# Documents of a collection from which C++ is worth compiling at once; and those that all queries of a process have
+# scored: ATen has taken a second for them.
+_COMPILED, _SCORED = 1 << 11, 1 << 20
 _JOBS = 4  # a thread, so that none ends long after the others; each begins without a bound
 _NONE = -(1 << 63)  # the key of a NaN
+
+
+_scored = 0  # documents, by all queries of this process; about: threads may count at the same time
 
 
 _Search = Callable[[Tensor, Sequence[Tensor], Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
@@ -82,10 +87,13 @@ def _search_cpu(
     """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
     from ..kernels.sparse_scores import cpu as native
 
+    global _scored
     B, query = query.shape[0], query.float().contiguous()
     documents, first = sum(counts), [0, *itertools.accumulate(counts)]
     threads = torch.get_num_threads() if documents >= _APART else 1
-    if documents and documents >= _COMPILED and native.ready():
+    _scored += B * documents
+    worth = documents >= _COMPILED or _scored >= _SCORED
+    if documents and native.ready(worth_compiling=worth):
         segments = native.Segments(postings, counts, barred)
         parts = 1 if threads == 1 else min(len(counts), -(-_JOBS * threads // max(B, 1)))
         edges = [i * len(counts) // parts for i in range(parts + 1)]

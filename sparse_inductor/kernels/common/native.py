@@ -9,9 +9,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "is_compiled"]
 
 # By a source's suffix: the variable that names the compiler, the language, and compilers to look for.
 _COMPILERS = {
@@ -25,15 +26,7 @@ def compiled(source: Path, *flags: str, depends_on: str = "") -> ctypes.CDLL:
 
     Raises OSError or subprocess.SubprocessError where there is no compiler or no folder to write to.
     """
-    variable, standard, *names = _COMPILERS[source.suffix]
-    compiler = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise FileNotFoundError(f"there is no compiler of {source.suffix} files: set {variable}")
-    command = [compiler, f"-std={standard}", "-shared", "-fPIC", *flags]
-    what = [*command, depends_on, source.read_text()]
-    name = hashlib.sha256("\0".join(what).encode()).hexdigest()[:32]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    library = Path(base) / "sparse_inductor" / f"{name}.so"
+    command, library = _library_of(source, flags, depends_on)
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -42,3 +35,24 @@ def compiled(source: Path, *flags: str, depends_on: str = "") -> ctypes.CDLL:
             subprocess.run(whole, check=True, capture_output=True, timeout=300)
             made.replace(library)
     return ctypes.CDLL(str(library))
+
+
+def is_compiled(source: Path, *flags: str, depends_on: str = "") -> bool:
+    """Whether this machine has the library already."""
+    try:
+        return _library_of(source, flags, depends_on)[1].exists()
+    except OSError:
+        return False
+
+
+def _library_of(source: Path, flags: Sequence[str], depends_on: str) -> tuple[list[str], Path]:
+    """(the compiler's command but for the files, where the library is or will be)."""
+    variable, standard, *names = _COMPILERS[source.suffix]
+    compiler = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"there is no compiler of {source.suffix} files: set {variable}")
+    command = [compiler, f"-std={standard}", "-shared", "-fPIC", *flags]
+    what = [*command, depends_on, source.read_text()]
+    name = hashlib.sha256("\0".join(what).encode()).hexdigest()[:32]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return command, Path(base) / "sparse_inductor" / f"{name}.so"

@@ -1,7 +1,7 @@
 """Neurons that many tokens share, taken by matrix products over all tokens.
 
 Neurons are unequally active. The time in which L2 yields a neuron's weights to one token is that in which tensor cores
-multiply a hundred tokens by them: a neuron that is active for more than one token in a hundred costs less as a column
+multiply some seventy tokens by them: a neuron that is active for more than one token in seventy costs less as a column
 of a product. The popular ones of a call are those with the most active tokens in it, counted in the bitmask of
 `relu_ffn.hopper`; what is packed is what is left.
 """

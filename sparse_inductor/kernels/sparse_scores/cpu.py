@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...threads import workers
-from ..common.native import compiled
+from ..common.native import compiled, is_compiled
 
 __all__ = ["Segments", "checksum", "ready"]
 
@@ -35,12 +35,19 @@ _PART = 1 << 19  # words that a thread adds up at a time: 4 MiB
 _library: ctypes.CDLL | None = None
 
 
-def ready(wait: bool = False) -> bool:
-    """Whether `Segments` can be searched; the first question has it compiled. wait: answer when that has ended."""
-    compiling = _begin()
-    if wait:
-        compiling.join()
+def ready(wait: bool = False, worth_compiling: bool = True) -> bool:
+    """Whether `Segments` can be searched; the first question where that is worth compiling has it compiled, and any
+    that finds it compiled before has it loaded. wait: answer when that has ended."""
+    if _library is None and (worth_compiling or _compiled_before()):
+        compiling = _begin()
+        if wait:
+            compiling.join()
     return _library is not None
+
+
+@functools.cache
+def _compiled_before() -> bool:
+    return is_compiled(SOURCE, *FLAGS, depends_on=_processor())
 
 
 @functools.cache
