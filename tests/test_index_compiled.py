@@ -34,10 +34,10 @@ def search(
         if by_aten:
             patch.setattr(native, "ready", lambda **_: False)
         used = []
-        best_keys = native.Segments.best_keys
-        patch.setattr(native.Segments, "best_keys", lambda *a: (used.append(1), best_keys(*a))[1])
+        search = native.Segments.search
+        patch.setattr(native.Segments, "search", lambda *a: (used.append(1), search(*a))[1])
         found = index.search(q, k, **filters)
-        assert bool(used) == (not by_aten and k > 0 and len(index) > 0 and len(q) > 0)
+        assert bool(used) == (not by_aten and len(index) > 0 and len(q) > 0)
         return found
 
 

@@ -417,7 +417,8 @@ CPU = torch.device("cpu")
     [
         ("sparse_scores", {"queries": 1, "products": 64_000, "constant": 0}, 0),
         ("sparse_scores", {"queries": 32, "products": 20_480_000, "constant": 0}, 1),
-        ("sparse_scores", {"queries": 1, "documents": 4096, "entries": 1 << 19, "constant": 1}, 1),
+        ("sparse_scores", {"queries": 1, "documents": 4096, "entries": 1 << 19, "constant": 1}, 0),
+        ("sparse_scores", {"queries": 2, "documents": 4096, "entries": 1 << 19, "constant": 1}, 1),
         ("sparse_scores", {"queries": 1, "documents": 1024, "entries": 1 << 17, "constant": 1}, 0),
         ("entmax", {"elements": 1024, "columns": 32, "sorts": 1, "training": 1}, 0),
         ("entmax", {"elements": 1 << 16, "columns": 32, "sorts": 1, "training": 0}, 0),

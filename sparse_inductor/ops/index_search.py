@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from ..aten.top import keys_of, keys_with_ids, scores_and_ids
 from ..threads import apart, workers
 from ._dispatch import define, register_on_gpu
+
+if TYPE_CHECKING:
+    from ..kernels.sparse_scores.cpu import Segments
 
 __all__ = ["Searched", "enrol", "search_cuda"]
 
@@ -88,45 +91,69 @@ def _search_cpu(
     from ..kernels.sparse_scores import cpu as native
 
     global _scored
-    B, query = query.shape[0], query.float().contiguous()
-    documents, first = sum(counts), [0, *itertools.accumulate(counts)]
-    threads = torch.get_num_threads() if documents >= _APART else 1
-    _scored += B * documents
+    query = query.float().contiguous()
+    documents = sum(counts)
+    _scored += len(query) * documents
     worth = documents >= _COMPILED or _scored >= _SCORED
+    threads = torch.get_num_threads() if documents >= _APART else 1
     if documents and native.ready(worth_compiling=worth):
-        segments = native.Segments(postings, counts, barred)
-        parts = 1 if threads == 1 else min(len(counts), -(-_JOBS * threads // max(B, 1)))
-        edges = [i * len(counts) // parts for i in range(parts + 1)]
-        runs = [range(*ends) for ends in itertools.pairwise(edges)]
-        search = lambda b, run: segments.best_keys(query[b], k, run)
+        best, finite = _by_compiled(native.Segments(postings, counts, barred), query, k, threads)
     else:
-        runs, marks = [range(s, s + 1) for s, n in enumerate(counts) if n], barred.split([*counts])
-
-        def search(b: int, run: range) -> Tensor:
-            (s,) = run
-            return _best_of_segment(query[b], postings[3 * s : 3 * s + 3], marks[s], first[s], k)
-
-    # A tenth of the time of isfinite.
-    sound = (query.abs().amax(1) < float("inf")).tolist() if query.numel() else [True] * B
-    jobs = [(b, run) for b in range(B) if sound[b] for run in runs] if k else []
-    keys: list[list[Tensor]] = [[] for _ in range(B)]
-    each = workers().map if len(jobs) > 1 and threads > 1 else map
-    for (b, _), found in zip(jobs, each(lambda job: search(*job), jobs)):
-        keys[b].append(found)
-        if len(keys[b]) == 16:  # a collection of many segments: hold few of their results
-            keys[b] = [_largest(torch.cat(keys[b]), k)]
-    best = torch.full((B, k), _NONE, device="cpu")
-    for row, parts_ in zip(best, keys):
-        if parts_:
-            top = _largest(torch.cat(parts_), k)
-            row[: len(top)] = top
+        best, finite = _by_aten(query, postings, counts, barred, k, threads)
     scores, ids = scores_and_ids(best)
     live = scores > float("-inf")
     scores, ids = scores.where(live, float("-inf")), ids.where(live, -1)
-    for b in range(B):
-        if not sound[b]:
-            scores[b] = float("nan")
-    return scores, ids
+    return scores.masked_fill_(~finite.unsqueeze(1), float("nan")), ids
+
+
+def _by_compiled(segments: Segments, query: Tensor, k: int, threads: int) -> tuple[Tensor, Tensor]:
+    """(keys [B, k] in descending order, whether each query is finite): jobs of several queries over all segments, or,
+    where there are few queries, of one over some of them."""
+    B, count = len(query), len(segments.first) - 1
+    parts = 1 if threads == 1 else min(count, -(-_JOBS * threads // max(B, 1)))
+    runs = [range(i * count // parts, (i + 1) * count // parts) for i in range(parts)]
+    together = 1 if parts > 1 else max(1, -(-B // (_JOBS * threads if threads > 1 else 1)))
+    keys = torch.empty(B, parts, k, dtype=torch.int64, device="cpu")
+    finite = torch.empty(B, dtype=torch.bool, device="cpu")
+
+    def search(job: tuple[int, int]) -> None:
+        b, part = job
+        rows = slice(b, b + together)
+        segments.search(query[rows], runs[part], keys[rows, part], finite[rows])
+
+    jobs = [(b, part) for b in range(0, B, together) for part in range(parts)]
+    for _ in (workers().map if len(jobs) > 1 and threads > 1 else map)(search, jobs):
+        pass
+    return (keys[:, 0] if parts == 1 else torch.topk(keys.flatten(1), k).values), finite
+
+
+def _by_aten(
+    query: Tensor,
+    postings: Sequence[Tensor],
+    counts: Sequence[int],
+    barred: Tensor,
+    k: int,
+    threads: int,
+) -> tuple[Tensor, Tensor]:
+    """The same by ATen's operations, query by query and segment by segment."""
+    first, marks = [0, *itertools.accumulate(counts)], barred.split([*counts])
+    best = torch.full((len(query), k), _NONE, device="cpu")
+    finite = query.isfinite().all(1)
+
+    def search(b: int) -> None:
+        keys = best[b, :0]
+        for s, n in enumerate(counts):
+            if n:
+                of_segment = postings[3 * s : 3 * s + 3]
+                more = _best_of_segment(query[b], of_segment, marks[s], first[s], k)
+                keys = torch.cat((keys, more))
+                keys = torch.topk(keys, min(k, len(keys))).values
+        best[b, : len(keys)] = keys
+
+    rows = finite.nonzero().flatten().tolist() if k else []
+    for _ in (workers().map if threads > 1 else map)(search, rows):
+        pass
+    return best, finite
 
 
 def _best_of_segment(
@@ -169,10 +196,6 @@ def _best_keys(scores: Tensor, first: int, k: int, places: Tensor | None = None)
         above, equal = (scores > bound).nonzero().squeeze(1), (scores == bound).nonzero().squeeze(1)
         chosen = torch.cat((above, equal[: k - above.numel()]))  # of equal ones the lowest ids
     return keys_with_ids(scores[chosen], (chosen if places is None else places[chosen]) + first)
-
-
-def _largest(keys: Tensor, k: int) -> Tensor:
-    return torch.topk(keys, min(k, keys.numel())).values
 
 
 @_with_own_marks

@@ -1,6 +1,7 @@
-// What searching a SparseIndex on a CPU does in C++: the search of segments for one query, and checksums of documents.
+// What searching a SparseIndex on a CPU does in C++: the search of segments for queries, and checksums of documents.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -46,32 +47,44 @@ struct List {
   double value;
 };
 
-}  // namespace
+// What one query after the other uses.
+struct Scratch {
+  std::vector<int64_t> terms, found;
+  std::vector<List> lists;
+  std::vector<double> sums = std::vector<double>(kChunk);
+};
 
-// Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
-// the bits are those of ATen's index_add_.
-//
-// Writes the keys of the k best documents of some segments to `best`, in no order, and returns how many there are.
-//
-// segments: of each segment its documents and addresses: offsets [num_terms + 1], docs and weights [postings]. query
-// [num_terms], finite. first: the id of document 0. barred: null, or of each document whether it is in no result.
-// allowed: null, or the ids of the documents that are not barred, ascending: where they are few.
-extern "C" int64_t sparse_index_search(
-    const Segment* segments, int64_t num_segments, const float* query, int64_t num_terms, int64_t first,
-    const bool* barred, const int64_t* allowed, int64_t num_allowed, int64_t k, int64_t* best) {
-  std::vector<int64_t> terms;
+// The terms of a query that are not 0; false where one is not finite.
+bool find_terms(const float* query, int64_t num_terms, std::vector<int64_t>& terms) {
+  terms.clear();
+  bool finite = true;
   for (int64_t low = 0; low < num_terms; low += kBlock) {
     const int64_t high = std::min(low + kBlock, num_terms);
     int some = 0;
     for (int64_t t = low; t < high; ++t) some |= query[t] != 0;
     if (!some) continue;
     for (int64_t t = low; t < high; ++t) {
-      if (query[t] != 0) terms.push_back(t);
+      if (query[t] == 0) continue;
+      terms.push_back(t);
+      finite &= std::abs(query[t]) < std::numeric_limits<float>::infinity();
     }
   }
+  return finite;
+}
+
+// Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
+// the bits are those of ATen's index_add_.
+//
+// The keys of the k best documents of some segments are left in `scratch.found`, the best first. `scratch.terms`: of the
+// query. The rest is as in `sparse_index_search`.
+void search(
+    const Segment* segments, int64_t num_segments, const float* query, int64_t first, const bool* barred,
+    const int64_t* allowed, int64_t num_allowed, int64_t k, Scratch& scratch) {
+  const std::vector<int64_t>& terms = scratch.terms;
   // The best so far and those that may yet be among them; a score that is not above the bound comes too late.
   const int64_t most = std::max<int64_t>(4 * k, 1024);
-  std::vector<int64_t> found;
+  std::vector<int64_t>& found = scratch.found;
+  found.clear();
   found.reserve(most + kBlock);
   double bound = -std::numeric_limits<double>::infinity();
   bool bounded = false;
@@ -83,8 +96,8 @@ extern "C" int64_t sparse_index_search(
   };
   const int64_t* const allowed_end = allowed + num_allowed;
   const int64_t* next_allowed = std::lower_bound(allowed, allowed_end, first);
-  std::vector<double> scratch(kChunk);
-  std::vector<List> lists(terms.size());
+  std::vector<List>& lists = scratch.lists;
+  lists.resize(terms.size());
   for (const Segment* s = segments; s < segments + num_segments; ++s) {
     const int32_t* const docs = s->docs;
     const float* const weights = s->weights;
@@ -92,13 +105,13 @@ extern "C" int64_t sparse_index_search(
       lists[i] = {s->offsets[terms[i]], s->offsets[terms[i] + 1], query[terms[i]]};
     for (int64_t start = 0; start < s->count; start += kChunk) {
       const int64_t end = std::min(start + kChunk, s->count);
-      double* const sums = scratch.data() - start;
+      double* const sums = scratch.sums.data() - start;
       const int64_t* const here = next_allowed;
       next_allowed = std::lower_bound(here, allowed_end, first + end);
       if (allowed) {  // nobody reads the sums of the others
         for (const int64_t* id = here; id < next_allowed; ++id) sums[*id - first] = 0;
       } else {
-        std::fill_n(scratch.begin(), end - start, 0.0);
+        std::fill_n(scratch.sums.begin(), end - start, 0.0);
       }
       const bool skipped = allowed && here == next_allowed;
       for (List& list : lists) {
@@ -132,8 +145,31 @@ extern "C" int64_t sparse_index_search(
     if (barred) barred += s->count;
   }
   if (static_cast<int64_t>(found.size()) > k) keep();
-  std::copy(found.begin(), found.end(), best);
-  return found.size();
+  std::sort(found.begin(), found.end(), std::greater<>());
+}
+
+}  // namespace
+
+// Writes the keys of the k best documents of some segments to each row of `best` [num_queries], the best first and the
+// least number behind the last; rows are `stride` apart. finite: of each query whether it is; of the others nothing is
+// found.
+//
+// segments: of each segment its documents and addresses: offsets [num_terms + 1], docs and weights [postings]. queries
+// [num_queries, num_terms]. first: the id of document 0. barred: null, or of each document whether it is in no result.
+// allowed: null, or the ids of the documents that are not barred, ascending: where they are few.
+extern "C" void sparse_index_search(
+    const Segment* segments, int64_t num_segments, const float* queries, int64_t num_queries, int64_t num_terms,
+    int64_t first, const bool* barred, const int64_t* allowed, int64_t num_allowed, int64_t k, int64_t* best,
+    int64_t stride, bool* finite) {
+  Scratch scratch;
+  for (int64_t q = 0; q < num_queries; ++q, best += stride) {
+    const float* const query = queries + q * num_terms;
+    finite[q] = find_terms(query, num_terms, scratch.terms);
+    scratch.found.clear();
+    if (finite[q] && k > 0) search(segments, num_segments, query, first, barred, allowed, num_allowed, k, scratch);
+    int64_t* const end = std::copy(scratch.found.begin(), scratch.found.end(), best);
+    std::fill(end, best + k, std::numeric_limits<int64_t>::min());
+  }
 }
 
 // Writes the numbers of the marks that are false, ascending.

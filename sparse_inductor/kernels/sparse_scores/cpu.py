@@ -80,28 +80,21 @@ class Segments:
             _library.sparse_index_unmarked(barred.data_ptr(), N, allowed.data_ptr())
         self._held = postings, None if live == N else barred, allowed
 
-    def best_keys(self, query: Tensor, k: int, segments: range) -> Tensor:
-        """int64 keys (`sparse_inductor.aten.top`) of the k best documents of some segments, in no order.
-
-        query: fp32 [V], finite.
+    def search(self, queries: Tensor, segments: range, keys: Tensor, finite: Tensor) -> None:
+        """Fill keys [b, k] (`sparse_inductor.aten.top`) with those of the k best documents of some segments for each of
+        the queries, fp32 [b, V], in descending order, and behind the last with the least int64; and finite [b], bool,
+        with which queries are: of the others nothing is found.
         """
         assert _library is not None
-        first, end = self.first[segments.start], self.first[segments.stop]
+        first = self.first[segments.start]
         _, barred, allowed = self._held
-        keys = torch.empty(min(k, end - first), dtype=torch.int64, device="cpu")
-        count = _library.sparse_index_search(
-            self._lists.data_ptr() + 32 * segments.start,
-            len(segments),
-            query.data_ptr(),
-            query.numel(),
-            first,
+        _library.sparse_index_search(
+            self._lists.data_ptr() + 32 * segments.start, len(segments),
+            queries.data_ptr(), *queries.shape, first,
             0 if barred is None else barred.data_ptr() + first,
-            0 if allowed is None else allowed.data_ptr(),
-            0 if allowed is None else allowed.numel(),
-            k,
-            keys.data_ptr(),
-        )
-        return keys[:count]
+            0 if allowed is None else allowed.data_ptr(), 0 if allowed is None else allowed.numel(),
+            keys.shape[1], keys.data_ptr(), keys.stride(0), finite.data_ptr(),
+        )  # fmt: skip
 
 
 def checksum(t: Tensor, keys: Tensor) -> tuple[int, int]:
@@ -131,9 +124,9 @@ def _load() -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     search = library.sparse_index_search
     search.argtypes = [
-        pointer, number, pointer, number, number, pointer, pointer, number, number, pointer,
+        pointer, number, pointer, number, number, number, pointer, pointer, number, number, pointer, number, pointer,
     ]  # fmt: skip
-    search.restype = number
+    search.restype = None
     unmarked = library.sparse_index_unmarked
     unmarked.argtypes, unmarked.restype = [pointer, number, pointer], None
     add = library.sparse_index_checksum
