@@ -339,6 +339,17 @@ def test_popular_neurons_of_any_shape(shape, dynamic):
 
 
 @pytest.mark.usefixtures("looks_often")
+def test_a_default_device_is_none_of_the_profiles():
+    with torch.device("meta"):
+        sites = [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5, counters=2)]
+        one = profile.Profile(sites, torch.device("cpu"))
+        one.counters += 4 * profile.ELEMENT + torch.tensor([0, 1], device="cpu")
+        for _ in range(6):
+            one.accepts((None,))
+    assert sites[0].share == 1 / 8 and one.version == (0,)
+
+
+@pytest.mark.usefixtures("looks_often")
 def test_what_was_counted_before_a_reset_does_not_count():
     """Dynamo compiles one and the same frame around every nn.Sequential."""
     inputs = [torch.ones(3, 8)] * 7

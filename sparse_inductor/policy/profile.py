@@ -48,7 +48,7 @@ MOST_CHANGES = 4
 """A block that has changed its mind this often stays as written."""
 ELEMENT = 1 << 32
 """A counter is the number of active elements, and this many times the number of all: two sums that one kernel writes.
-A row of 10,000 neurons can be counted 400,000 times between two looks."""
+A row of 10,000 neurons can be counted 200,000 times between two looks."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,9 +100,8 @@ class Site:
     def _take_apart(self, active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> None:
         """Decide whether popular elements are, and at what cost; active, rows: [2, N], of two samples."""
         popular = self.popular
-        if (
-            not self.rewritten
-        ):  # else a single call was counted, too few rows to tell anew who is popular
+        # Of a rewritten block a single call was counted: too few rows to tell anew who is popular.
+        if not self.rewritten:
             popular, self.popular = cheapest(active, rows, apart), None
         if popular is not None:
             found = cost(active[1], rows[1], apart, popular)
@@ -144,7 +143,7 @@ class Profile:
         with torch.inference_mode(False):
             counters = sum(site.counters for site in self.sites)
             self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
-            self._before = torch.zeros(counters, dtype=torch.int64)
+            self._before = torch.zeros(counters, dtype=torch.int64, device="cpu")
         self._code = code
         self._written: Version = (None,) * len(self.sites)
         self.version: Version = self._written
