@@ -97,7 +97,14 @@ def compile_popular(made) -> None:
     counted = {"ROWS": popular.ROWS, "AT_ONCE": popular.AT_ONCE, "WORDS": popular.WORDS}
     chosen = {"MANY": popular.MANY, "POPULAR": 896, "BLOCK": 8192}
     row = "*bf16 *bf16 i32 i32 i32".split()
+    two = dict.fromkeys(("t2", "r2", "w2", "st2", "sr2"))
+    one = {**two, **dict.fromkeys(("t1", "r1", "w1", "st1", "sr1"))}
     for kernel, types, constants, warps in (
+        *(
+            (popular._rows_kernel, " ".join([*row * n, "*i64"]), {**none, "ADD": add, "BLOCK": 2048}, 4)
+            for n, none in ((1, one), (2, two))
+            for add in (True, False)
+        ),
         (popular._count_kernel, "*i32 *i32 i32 i32 i32", counted, 4),
         (popular._choose_kernel, "*i32 *i64 *i32 i32 i32", chosen, 16),
         (popular._take_out_kernel, "*i32 *i32 i32 i32", {"BLOCK": popular.BLOCK}, 4),
