@@ -338,6 +338,18 @@ def test_popular_neurons_of_any_shape(shape, dynamic):
     assert not sparse_inductor.report().pending
 
 
+def test_costs_do_not_depend_on_the_default_dtype():
+    rows = torch.full((2, 1000), 1000)
+    active = torch.arange(1000).repeat(2, 1)
+    apart = Apart(1.0, 0.4, 0.0)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        neurons = popular.cheapest(active, rows, apart)
+        found.append((len(neurons), popular.cost(active[1], rows[1], apart, neurons)))
+    assert found[0] == found[1] and found[0][0] == 384
+
+
 @pytest.mark.usefixtures("looks_often")
 def test_a_default_device_is_none_of_the_profiles():
     with torch.device("meta"):

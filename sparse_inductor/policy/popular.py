@@ -33,7 +33,7 @@ def cheapest(active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> torch.Te
     says which neurons are popular, the second what is left: in one sample the most active ones seem more so than they
     are.
     """
-    first, second = (active / rows).unbind()
+    first, second = (active.double() / rows).unbind()
     order = first.argsort(descending=True)
     numbers = torch.arange(STEP, len(order) // 2 + 1, STEP, device=active.device)
     if not len(numbers):
@@ -49,7 +49,7 @@ def cost(
 
     active, rows: [N], of a sample that says nothing of who is popular.
     """
-    frequencies = active / rows
+    frequencies = active.double() / rows
     gathered = float(frequencies.sum() - frequencies[popular].sum())
     if apart is not None and len(popular):
         return (gathered + apart.each * len(popular)) / len(active) + apart.once
