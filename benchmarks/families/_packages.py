@@ -1,7 +1,7 @@
 """Sparse search on a CPU by published packages, and by the loop that people write with numba.
 
-Each contender is made of documents [N, terms] and queries [B, terms] as scipy's CSR, and gives for every query the ids of
-k documents with the largest scores, in any order. All but seismic are exact.
+Each contender is made of documents [N, terms] and queries [B, terms] as scipy's CSR, and gives for every query the ids
+of k documents with the largest scores, in any order. All but seismic are exact.
 """
 
 from __future__ import annotations

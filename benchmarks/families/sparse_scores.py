@@ -2,8 +2,8 @@
 
 Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph"), by the
 portable kernels ("ours, portable") and by integer scores alone, in a graph ("ours, not exact, graph"); the
-scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add");
-on a CPU scipy's and torch's sparse product with torch.topk after it, and the packages of `_packages`. Data is synthetic, with the paper's statistics.
+scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add"); on a CPU scipy's and torch's sparse product
+with torch.topk after it, and the packages of `_packages`. Data is synthetic, with the paper's statistics.
 """
 
 from __future__ import annotations
