@@ -496,11 +496,25 @@ def _packages(bench: Bench, n: int) -> None:
     index = SparseIndex(TERMS)
     index.append(batches)
     documents = sparse.vstack([_as_scipy(batch) for batch in batches]).tocsr()
+    there = [name for name in FASTER if importlib.util.find_spec(name) is not None]
+    for name in FASTER.keys() - there:
+        bench.note(f"Not measured: {name}, which is not installed here.")
     threads = torch.get_num_threads()
     try:
         for number in sorted({1, threads}):
             torch.set_num_threads(number)
-            _beside_packages(bench, index, documents, queries, k, number)
+            given = documents, _as_scipy(queries), k, number
+            found = index.search(queries, k)[1].numpy()
+            works, remarks = _searches(there, given, found)
+            works = {"ours": lambda: index.search(queries, k), **works}
+            label = f"N {n:,}, 32 queries of 32 terms, top-{k}, threads {number}"
+            taken = bench.race({(label, name): work for name, work in works.items()})
+            for name in there:
+                theirs, mine = taken[label, name], taken[label, "ours"]
+                bench.row(
+                    f"{label}: time, {name} over ours", ratio(theirs, mine), "x", *FASTER[name],
+                    higher=True, note=both(theirs, mine) + remarks[name],
+                )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
 
@@ -512,31 +526,19 @@ def _as_scipy(texts: Tensor) -> Any:
     return sparse.csr_matrix(tuple(t.numpy() for t in parts), texts.shape)
 
 
-def _beside_packages(
-    bench: Bench, index: SparseIndex, documents: Any, queries: Tensor, k: int, threads: int
-) -> None:
-    label = f"N {documents.shape[0]:,}, 32 queries of 32 terms, top-{k}, {threads} thread" + "s" * (
-        threads > 1
-    )
-    works: dict[Label, Work] = {(label, "ours"): lambda: index.search(queries, k)}
-    exact = index.search(queries, k)[1].numpy()
-    remarks = dict.fromkeys(FASTER, "")
-    given = documents, _as_scipy(queries), k, threads
-    for name in FASTER:
-        if importlib.util.find_spec(name) is None:
-            bench.note(f"Not measured: {name}, which is not installed here.")
-        elif name in packages.EXACT:
-            works[label, name] = search = packages.EXACT[name](*given)
-            missing = len(set(exact.ravel().tolist()) - set(search().ravel().tolist()))
-            remarks[name] = f"; {missing} of {exact.size} documents are others" if missing else ""
+def _searches(
+    names: list[str], given: tuple[Any, Any, int, int], found: Any
+) -> tuple[dict[str, Work], dict[str, str]]:
+    """What each package computes, and a remark: how many ids [B, k] are not those that were found here, equal scores
+    among them, or how an approximate index was set."""
+    works: dict[str, Work] = {}
+    remarks: dict[str, str] = {}
+    for name in names:
+        if name in packages.EXACT:
+            works[name] = search = packages.EXACT[name](*given)
+            others = sum(len(set(a) - set(b)) for a, b in zip(search().tolist(), found.tolist()))
+            remarks[name] = f"; {others} of {found.size} are others" if others else ""
         else:
-            works[label, name], settings = packages.seismic(*given, exact)
+            works[name], settings = packages.seismic(*given, found)
             remarks[name] = f"; {settings}"
-    taken = bench.race(works)
-    mine = taken[label, "ours"]
-    for name, limits in FASTER.items():
-        if (theirs := taken.get((label, name))) is not None:
-            bench.row(
-                f"{label}: time, {name} over ours", ratio(theirs, mine), "x", *limits,
-                higher=True, note=both(theirs, mine) + remarks[name],
-            )  # fmt: skip
+    return works, remarks
