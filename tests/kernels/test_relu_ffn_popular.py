@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_relu_ffn import DEVICE, make
+from test_relu_ffn import CAP, DEVICE, empty_packed, make
 from test_relu_ffn_hopper import bitmask_of
 
-from sparse_inductor.kernels.relu_ffn import popular
+from sparse_inductor.kernels.relu_ffn import backward, forward, popular
+from sparse_inductor.kernels.relu_ffn import packing as packer
 from sparse_inductor.ops import _relu_ffn_aten as aten
 
 
@@ -93,3 +94,81 @@ def test_what_they_add(gated, steps):
     one.add_to(x, dy, (into[0], ups[0]), (into[1], ups[1]), into[2])
     for mine, theirs in zip([*into, *ups], [d_gate, d_bg, d_down.t(), *d_more]):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def bitmasks(monkeypatch):
+    """Hopper's product and its packing, made of ATen's operations and the portable packing."""
+
+    def product(x, weight, bias, threshold, state, room=False):
+        state.zero_()
+        gate = torch.nn.functional.linear(x, weight, bias)
+        return gate, bitmask_of(gate, threshold)
+
+    def pack(gate, bitmask, packed, overflow, state):
+        every = bitmask_of(torch.ones_like(gate), 0.0)
+        bits = torch.arange(32, device=gate.device)
+        neuron = popular_neuron(gate.shape[1]).to(gate.device)
+        left = (bitmask.unsqueeze(2) >> bits & 1).bool() & (every.unsqueeze(2) >> bits & 1).bool()
+        active = torch.zeros(len(gate), neuron.numel(), dtype=torch.bool, device=gate.device)
+        active[:, neuron.flatten()] = left.flatten(1)
+        kept = torch.where(active[:, : gate.shape[1]], gate, -torch.inf)
+        count, index, value = packed
+        entries = (
+            count,
+            index,
+            torch.empty_like(index, dtype=gate.dtype) if value is None else value,
+        )
+        return packer.pack(kept, entries, overflow, state, None, (), 0.0, value is None)
+
+    monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
+    monkeypatch.setattr(forward, "FEW", 0)
+    monkeypatch.setattr(forward, "FEW_GATES", 0)
+    monkeypatch.setattr(forward.rows, "USE_PDL", False)
+    monkeypatch.setattr(forward.hopper, "may_emit_bitmask", lambda *_: True)
+    monkeypatch.setattr(forward.hopper, "product_with_bitmask", product)
+    monkeypatch.setattr(forward.bitmask_packing, "pack", pack)
+
+
+def popular_neuron(N: int) -> torch.Tensor:
+    """The neuron of every bit, [words, 32], as `relu_ffn.hopper` documents the order."""
+    words = 8 * -(-N // 256)
+    place = torch.arange(32 * words)
+    word, b = place // 32, place % 32
+    neuron = 256 * (word // 8) + 128 * (word % 2) + 8 * (b // 2) + 2 * (word % 8 // 2) + b % 2
+    return neuron.view(words, 32)
+
+
+@pytest.mark.usefixtures("bitmasks")
+@pytest.mark.parametrize(
+    ("gated", "bias", "chunk"), [(True, True, 300 * 128), (False, False, 1 << 30)]
+)
+def test_a_block_with_popular_neurons(gated, bias, chunk, monkeypatch):
+    """The whole block and all of its gradients: some rows overflow, and calls may be made in pieces."""
+    monkeypatch.setattr(forward, "CHUNK", chunk)
+    x, b = make(140, N=300, gated=gated, bias=bias, share=0.06)
+    if not bias:
+        b.gate[:, 0] -= 2
+        x[:, 0], x[5, 0] = 1, 0
+    x[5] *= 40  # overflows with and without the popular neurons
+    packed = empty_packed(x, b, popular=64)
+    got = forward.forward(x, b, None, packed, CAP, neurons=64)
+    plain = empty_packed(x, b)
+    torch.testing.assert_close(got, aten.forward(x, b, None, plain), rtol=1e-4, atol=1e-4)
+    assert (packed.count > CAP).any() and (packed.count <= CAP).sum() > 100
+    active = (packed.popular_gate > 0).sum() + packed.count[packed.count <= CAP].sum()
+    assert active > 0 and len({*packed.popular.tolist()}) == 64
+    with torch.no_grad():
+        alone = forward.forward(x, b, None, None, CAP, neurons=64)
+    torch.testing.assert_close(alone, got, rtol=1e-5, atol=1e-5)
+
+    dy = torch.randn_like(got)
+    mine = backward.backward(dy, None, x, b, packed, [True] * 7)
+    theirs = aten.backward(dy, None, x, b, plain, [True] * 7)
+    for one, other in zip(mine, theirs, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    by_aten = aten.backward(dy, None, x, b, packed, [True] * 7)
+    for one, other in zip(by_aten, theirs, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
