@@ -53,7 +53,7 @@ from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
 from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
-from sparse_inductor.ops.relu_ffn import MOST_COUNTED, saves_nothing
+from sparse_inductor.ops.relu_ffn import may_take_popular, saves_nothing
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -337,22 +337,22 @@ class ReluFfn(Recogniser):
         neurons = expected(fake(down.source).shape[down.d_dim])
         width = expected(fake(down.node).shape[down.v_dim])
         tokens = expected_elements(fake(down.source).shape) // max(1, neurons)
-        bits = 8 * fake(down.node).dtype.itemsize
+        dtype = fake(down.node).dtype
         worth = look_up(
             NAME,
             fake(down.node).device,
             tokens=tokens,
             weight=neurons * width,
             width=width,
-            bits=bits,
+            bits=8 * dtype.itemsize,
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),
             weighed=int(any(d.width is not None for d in match.others.downs)),
             training=int(any(map(view.needs_grad, _inputs(match.reading)))),
         )
-        inputs = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
-        multiples = not (neurons % _ALIGNED or inputs % (_ALIGNED * max(1, tokens)))
-        if bits == 16 and multiples and not match.others.statistics and neurons <= MOST_COUNTED:
+        given = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
+        inputs, stats = given // max(1, tokens), bool(match.others.statistics)
+        if may_take_popular(dtype, neurons, inputs, stats):
             return worth
         return dataclasses.replace(worth, apart=None)
 

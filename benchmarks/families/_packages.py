@@ -7,6 +7,7 @@ of k documents with the largest scores, in any order. All but seismic are exact.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -84,12 +85,8 @@ def numba_postings(documents: Any, queries: Any, k: int, threads: int) -> Search
     return search
 
 
-def seismic(
-    documents: Any, queries: Any, k: int, threads: int, exact: np.ndarray
-) -> tuple[Search, str]:
-    """The fastest settings of those tried that find `RECALL` of `exact`, ids [B, k]; and what they are."""
-    import time
-
+def seismic_index(documents: Any) -> Any:
+    """The package's index of documents, by its own settings."""
     import seismic as package
 
     N, terms = documents.shape
@@ -98,7 +95,15 @@ def seismic(
         list(map(str, range(N))), documents.indices.astype(np.int64),
         documents.data.astype(np.float32), documents.indptr.astype(np.int64),
     )  # fmt: skip
-    index = package.SeismicIndex.build_from_dataset(data)
+    return package.SeismicIndex.build_from_dataset(data)
+
+
+def seismic(
+    index: Any, queries: Any, k: int, threads: int, exact: np.ndarray
+) -> tuple[Search, str]:
+    """The fastest settings of those tried that find `RECALL` of `exact`, ids [B, k]; and what they are."""
+    import seismic as package
+
     kind = package.get_seismic_string()
     names = np.arange(queries.shape[0]).astype(kind)
     parts = [slice(*pair) for pair in itertools.pairwise(queries.indptr)]

@@ -499,13 +499,14 @@ def _packages(bench: Bench, n: int) -> None:
     there = [name for name in FASTER if importlib.util.find_spec(name) is not None]
     for name in FASTER.keys() - there:
         bench.note(f"Not measured: {name}, which is not installed here.")
+    seismic = packages.seismic_index(documents) if "seismic" in there else None
     threads = torch.get_num_threads()
     try:
         for number in sorted({1, threads}):
             torch.set_num_threads(number)
-            given = documents, _as_scipy(queries), k, number
+            given = _as_scipy(queries), k, number
             found = index.search(queries, k)[1].numpy()
-            works, remarks = _searches(there, given, found)
+            works, remarks = _searches(there, documents, seismic, given, found)
             works = {"ours": lambda: index.search(queries, k), **works}
             label = f"N {n:,}, 32 queries of 32 terms, top-{k}, threads {number}"
             taken = bench.race({(label, name): work for name, work in works.items()})
@@ -527,7 +528,7 @@ def _as_scipy(texts: Tensor) -> Any:
 
 
 def _searches(
-    names: list[str], given: tuple[Any, Any, int, int], found: Any
+    names: list[str], documents: Any, seismic: Any, given: tuple[Any, int, int], found: Any
 ) -> tuple[dict[str, Work], dict[str, str]]:
     """What each package computes, and a remark: how many ids [B, k] are not those that were found here, equal scores
     among them, or how an approximate index was set."""
@@ -535,10 +536,10 @@ def _searches(
     remarks: dict[str, str] = {}
     for name in names:
         if name in packages.EXACT:
-            works[name] = search = packages.EXACT[name](*given)
+            works[name] = search = packages.EXACT[name](documents, *given)
             others = sum(len(set(a) - set(b)) for a, b in zip(search().tolist(), found.tolist()))
             remarks[name] = f"; {others} of {found.size} are others" if others else ""
         else:
-            works[name], settings = packages.seismic(*given, found)
+            works[name], settings = packages.seismic(seismic, *given, found)
             remarks[name] = f"; {settings}"
     return works, remarks

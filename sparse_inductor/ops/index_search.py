@@ -55,9 +55,7 @@ _COMPILED, _SCORED = 1 << 11, 1 << 20
 _JOBS = 4  # a thread, so that none ends long after the others; each begins without a bound
 _NONE = -(1 << 63)  # the key of a NaN
 
-
 _scored = 0  # documents, by all queries of this process; about: threads may count at the same time
-
 
 _Search = Callable[[Tensor, Sequence[Tensor], Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
 

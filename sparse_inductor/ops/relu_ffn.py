@@ -128,8 +128,16 @@ def relu_ffn(
     return (y, stats) if return_stats else y
 
 
-MOST_COUNTED = 1 << 15
-"""Neurons up to which the most active ones are told apart: one program counts through all of them."""
+# Neurons up to which the most active ones are told apart: one program counts through all of them.
+_MOST_COUNTED = 1 << 15
+# Elements of 16 bits in the largest load.
+_ALIGNED = 8
+
+
+def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool) -> bool:
+    """Whether a Hopper GPU takes popular neurons of such a block by products over all tokens."""
+    multiples = not (neurons % _ALIGNED or inputs % _ALIGNED)
+    return dtype.itemsize == 2 and multiples and not stats and neurons <= _MOST_COUNTED
 
 
 def capacity(N: int) -> int:
@@ -232,7 +240,7 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, popular=
 
             cap = capacity(N)
             rest = None if residual is None else residual.reshape(len(flat), -1)
-            apart = popular if N <= MOST_COUNTED else 0
+            apart = popular if may_take_popular(flat.dtype, N, flat.shape[1], stats) else 0
             y = kernel.forward(flat, block, numbers if stats else None, packed, cap, rest, apart)
         else:
             y = aten.forward(flat, block, numbers if stats else None, packed)

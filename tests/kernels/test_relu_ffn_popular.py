@@ -106,10 +106,9 @@ def bitmasks(monkeypatch):
         return gate, bitmask_of(gate, threshold)
 
     def pack(gate, bitmask, packed, overflow, state):
-        every = bitmask_of(torch.ones_like(gate), 0.0)
         bits = torch.arange(32, device=gate.device)
         neuron = popular_neuron(gate.shape[1]).to(gate.device)
-        left = (bitmask.unsqueeze(2) >> bits & 1).bool() & (every.unsqueeze(2) >> bits & 1).bool()
+        left = (bitmask.unsqueeze(2) >> bits & 1).bool()
         active = torch.zeros(len(gate), neuron.numel(), dtype=torch.bool, device=gate.device)
         active[:, neuron.flatten()] = left.flatten(1)
         kept = torch.where(active[:, : gate.shape[1]], gate, -torch.inf)

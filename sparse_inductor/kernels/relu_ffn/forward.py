@@ -90,17 +90,6 @@ def is_few(M: int, N: int) -> bool:
     return M <= FEW or M * N <= FEW_GATES
 
 
-def _takes_popular(x: torch.Tensor, b: Block, stats: bool, neurons: int) -> bool:
-    """Whether so many popular neurons are taken by products over all tokens x (`relu_ffn.popular`)."""
-    few = is_few(len(x), b.gate.shape[0])
-    return (
-        neurons > 0
-        and not stats
-        and not few
-        and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
-    )
-
-
 def chunks(M: int, N: int, elements: int) -> list[slice]:
     """Even pieces of M rows of about so many elements of [M, N]."""
     pieces = max(1, -(-M * N // elements), -(-M // packer.ROWS_MOST))
@@ -149,7 +138,7 @@ def forward(
     with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
     table = None
     common = keep = None
-    if _takes_popular(x, b, stats is not None, neurons):
+    if neurons and with_bitmask:
         common = packed.popular if packed else x.new_empty(neurons, dtype=torch.int64)
     elif packed is not None:
         packed.without_popular()

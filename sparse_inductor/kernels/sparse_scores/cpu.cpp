@@ -75,7 +75,7 @@ bool find_terms(const float* query, int64_t num_terms, std::vector<int64_t>& ter
 // Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
 // the bits are those of ATen's index_add_.
 //
-// The keys of the k best documents of some segments are left in `scratch.found`, the best first. `scratch.terms`: of the
+// The keys of the k best documents of some segments are put into `scratch.found`, which is empty, the best first. `scratch.terms`: of the
 // query. The rest is as in `sparse_index_search`.
 void search(
     const Segment* segments, int64_t num_segments, const float* query, int64_t first, const bool* barred,
@@ -84,7 +84,6 @@ void search(
   // The best so far and those that may yet be among them; a score that is not above the bound comes too late.
   const int64_t most = std::max<int64_t>(4 * k, 1024);
   std::vector<int64_t>& found = scratch.found;
-  found.clear();
   found.reserve(most + kBlock);
   double bound = -std::numeric_limits<double>::infinity();
   bool bounded = false;
