@@ -112,10 +112,10 @@ def steady(
     contenders: Mapping[str, Work],
     device: torch.device,
     seconds: float = 1.0,
-    least: int = 5,
+    rounds: int = 11,
 ) -> dict[str, Steady]:
-    """Wall clock and host time of calls that follow each other, batches of each contender in turn, for about `seconds`
-    and at least `least` rounds; after two warm-up calls."""
+    """Wall clock and host time of calls that follow each other, a batch of each contender in turn, so many rounds in
+    about `seconds`; after two warm-up calls."""
 
     def batch(work: Work, calls: int) -> tuple[float, float]:
         _synchronize(device)
@@ -128,10 +128,10 @@ def steady(
 
     for work in contenders.values():
         batch(work, 2)
-    most = seconds * 1e3 / (least * len(contenders))
+    most = seconds * 1e3 / (rounds * len(contenders))
     calls = {name: max(1, int(most / batch(work, 3)[0])) for name, work in contenders.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for _ in range(least):
+    for _ in range(rounds):
         for name, work in contenders.items():
             taken[name].append(batch(work, calls[name]))
     return {

@@ -132,7 +132,7 @@ def test_contenders_take_turns():
 def test_steady_calls_are_timed_in_batches_that_take_turns():
     order: list[str] = []
     found = measure.steady(
-        {n: lambda n=n: (order.append(n), time.sleep(2e-3)) for n in "ab"}, CPU, 0.0, least=3
+        {n: lambda n=n: (order.append(n), time.sleep(2e-3)) for n in "ab"}, CPU, 0.0, rounds=3
     )
     assert "".join(order[-6:]) == "ababab"
     assert all(0 < each.host_ms <= each.wall_ms for each in found.values())

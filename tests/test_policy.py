@@ -214,6 +214,7 @@ def test_the_cheapest_number_of_popular_neurons(frequencies, rows, seed):
     cost = popular.cost(active[1], total[1], apart, found)
     assert cost == pytest.approx(of(found), abs=1e-5)
     assert cost <= min(of(order[:n]) for n in range(1, N // 2 + 1)) + 1e-5
+    assert popular.cost(active[1], total[1], apart._replace(dense=-1.0), found) == 1.0
     assert popular.cost(active[1], total[1], apart, found[:0]) == pytest.approx(
         active[1].sum().item() / rows / N, abs=1e-6
     )
@@ -325,6 +326,13 @@ def test_the_share_is_that_of_every_row(shape, dynamic):
     assert [p.measured for p in sparse_inductor.report().pending] == [0.75, 0.75]
 
 
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
+def test_where_nothing_runs_nothing_is_decided(shape):
+    assert changes(Blocks(), [torch.ones(shape)] * 7) == (0, 1)
+    assert [p.measured for p in sparse_inductor.report().pending] == [None, None]
+
+
 @pytest.mark.usefixtures("popular_apart")
 @pytest.mark.parametrize(
     ("shape", "dynamic"), [((4, 25, 8), None), ((100, 8), True), ((2, 3, 50, 8), True)]
@@ -355,7 +363,7 @@ def test_a_default_device_is_none_of_the_profiles():
     with torch.device("meta"):
         sites = [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5, counters=2)]
         one = profile.Profile(sites, torch.device("cpu"))
-        one.counters += 4 * profile.ELEMENT + torch.tensor([0, 1], device="cpu")
+        one.counters[0] += 4 * profile.ELEMENT + torch.tensor([0, 1], device="cpu")
         for _ in range(6):
             one.accepts((None,))
     assert sites[0].share == 1 / 8 and one.version == (0,)

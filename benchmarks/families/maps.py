@@ -6,18 +6,19 @@ decided against a rewrite. Wall clock and host time are those of one call among 
 that of a call that finds the caches cold. A ratio is compile over enabled: below 1 is a loss.
 
 Data: neurons are unequally popular (the threshold of a neuron is normal with a spread of 0.8 of a gate's; in one column
-all are alike), logits and scores are about N(0, 1), documents read terms with a heavy-tailed law. Masks are tensors, as
-a tokenizer hands them.
+all are alike), and a block has 16 inputs in turn; logits and scores are about N(0, 1), documents read terms with a
+heavy-tailed law. Masks are tensors, as a tokenizer hands them.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from . import relu_ffn, splade_head
 
 DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
 LOSS = 0.97  # a cell below this is measured a second time, which counts
+INPUTS = 16  # of a feed-forward block, in turn
 SPREAD = 0.8  # of a neuron's threshold, over the deviation of a gate
 
 Program = tuple[str, str, nn.Module, Callable[[Callable[..., object]], Work]]
@@ -83,7 +85,7 @@ def _cell(
         for _ in range(DECIDED):
             works["enabled"]()
         _built_by_now(works["enabled"])
-        seconds = 0.05 if bench.quick else 0.6
+        seconds = 0.05 if bench.quick else 1.0
         steady = measure.steady(works, bench.device, seconds)
         if (
             steady["compile"].wall_ms < LOSS * steady["enabled"].wall_ms
@@ -99,6 +101,18 @@ def _cell(
         bool(sparse_inductor.report().rewrites) and not sparse_inductor.report().pending,
         f"{theirs.wall_ms:.4g} ms / {ours.wall_ms:.4g} ms",
     )
+
+
+def _in_turn(
+    works: Iterable[Callable[[Callable[..., object]], Work]],
+) -> Callable[[Callable[..., object]], Work]:
+    """Calls of the works one after the other, as of a program whose input is another each time."""
+
+    def make(program: Callable[..., object]) -> Work:
+        calls = itertools.cycle([work(program) for work in works])
+        return lambda: next(calls)()
+
+    return make
 
 
 def _built_by_now(program: Callable[[], object]) -> None:
@@ -180,11 +194,11 @@ def _blocks(bench: Bench, training: bool) -> Iterator[Program]:
         shapes, rows = [("gated", 1024, 2816, True), ("plain", 1024, 4096, False)], rows[-2:]
     for name, K, N, gated in shapes:
         for M in rows[-2:] if K > 2048 else rows:
-            x = _rows(bench, M, K)
+            inputs = [_rows(bench, M, K) for _ in range(INPUTS)]
             for column, share, spread in columns:
                 block = _neurons(bench, K, N, gated, share, spread)
-                work = _training(block, x) if training else _inference(x)
-                yield f"{name} {K} x {N}, {M} rows", column, block, work
+                works = [_training(block, x) if training else _inference(x) for x in inputs]
+                yield f"{name} {K} x {N}, {M} rows", column, block, _in_turn(works)
 
 
 def _feed_forward(bench: Bench) -> None:

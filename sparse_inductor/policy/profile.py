@@ -1,12 +1,11 @@
 """Profiles: what the blocks of one compiled graph were seen to compute, and which of them are rewritten for it.
 
-A watched block runs as written. Beside it the graph counts the active elements of a sample of rows, which takes one
-kernel of Inductor's a block, and adds the counts of all blocks to `Profile.counters` at its end, in one more: a single
-sum would take two kernels, and a third to write it into its place. A guard of the compiled code asks the
-profile at each call whether the code is still the one to run (`Profile.accepts`), which is where the counters are read,
-at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten, the guard fails, Dynamo
-compiles the frame anew, and the pass finds the profile again. Code compiled before is kept by Dynamo and used again
-without compiling when its guard holds again.
+A watched block runs as written. Beside it the graph adds the active elements of a sample of rows to the block's
+counters, in one kernel of Inductor's: a single sum would take two, and a third to write it into its place. A guard of
+the compiled code asks the profile at each call whether the code is still the one to run (`Profile.accepts`), which is
+where the counters are read, at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten,
+the guard fails, Dynamo compiles the frame anew, and the pass finds the profile again. Code compiled before is kept by
+Dynamo and used again without compiling when its guard holds again.
 
 A rewritten block is not counted; every `RECHECK` calls the code as written runs once instead.
 
@@ -30,7 +29,7 @@ from torch import fx
 
 from .. import compat
 from ..graph.emit import Emitter
-from ..graph.fakes import expected, fake, static_size, tensors_in
+from ..graph.fakes import fake, static_size, tensors_in
 from ..pattern import Sparse
 from ..reporting.findings import Pending
 from .popular import Apart, cheapest, cost
@@ -38,8 +37,8 @@ from .popular import Apart, cheapest, cost
 __all__ = ["Kept", "Profile", "Site", "counters_for", "counts_of", "profile_of", "watch"]
 
 ROWS = 16
-"""Rows of a call that are counted, at least: enough to tell 0.5 % of thousands of neurons from 1 %. Twice as many where
-popular ones are told apart, by the calls up to a look together."""
+"""Rows of a call that are counted: enough to tell 0.5 % of thousands of neurons from 1 %. Twice as many where popular
+ones are told apart, by the calls up to a look together."""
 LOOKS = (4, 32, 256)
 RECHECK = 1024
 MARGIN = 1.25
@@ -86,7 +85,9 @@ class Site:
 
     def decide(self, active: torch.Tensor, total: torch.Tensor) -> None:
         """Take note of counts, [counters] each; `version` is what follows from them."""
-        if not total.all() or (active > total).any():  # nothing ran, or more than the counters hold
+        if (
+            not len(total) or not total.all() or (active > total).any()
+        ):  # nothing ran, or too much to be counted
             return
         share = int(active.sum()) / int(total.sum())
         self.share = self.cost = share
@@ -141,9 +142,9 @@ class Profile:
     ) -> None:
         self.sites = tuple(sites)
         with torch.inference_mode(False):
-            counters = sum(site.counters for site in self.sites)
-            self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
-            self._before = torch.zeros(counters, dtype=torch.int64, device="cpu")
+            sizes = [site.counters for site in self.sites]
+            self.counters = [torch.zeros(n, dtype=torch.int64, device=device) for n in sizes]
+            self._before = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
         self._code = code
         self._written: Version = (None,) * len(self.sites)
         self.version: Version = self._written
@@ -179,10 +180,10 @@ class Profile:
 
     def _look(self) -> None:
         """Read the counters, which waits for the device, and decide."""
-        if self.counters.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.counters[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return
         with compat.outside_modes():
-            now = self.counters.to("cpu", copy=True)
+            now = torch.cat(self.counters).cpu()
             added = (now - self._before).split([site.counters for site in self.sites])
             for site, counts in zip(self.sites, added):
                 site.decide(counts % ELEMENT, counts // ELEMENT)
@@ -203,9 +204,10 @@ class Kept:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.name = str(next(_numbers))
-        counters[self.name] = profile.counters
-        weakref.finalize(self, counters.pop, self.name, None)
+        self.names = [str(next(_numbers)) for _ in profile.sites]
+        for name, tensor in zip(self.names, profile.counters):
+            counters[name] = tensor
+            weakref.finalize(self, counters.pop, name, None)
 
 
 _numbers = itertools.count()
@@ -213,7 +215,8 @@ _kept: weakref.WeakValueDictionary[Hashable, Kept] = weakref.WeakValueDictionary
 counters: dict[str, torch.Tensor] = {}
 """What graphs count into, by the name that their guards know it under."""
 BUFFER = "sparse_inductor_counters"
-"""Its name in a graph: the same in every process, so that Inductor's caches find the graph again."""
+"""Their name in a graph, before a block's number: the same in every process, so that Inductor's caches find the graph
+again."""
 
 
 def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) -> Kept:
@@ -246,35 +249,25 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         return kept.profile.accepts(version) if compiled else True
 
     compat.add_guard(holds, f"sparse_inductor: version {version}")
-    if not watched:
-        return
-    compat.add_buffer(
-        graph.owning_module, BUFFER, profile.counters, (__name__, "counters", kept.name)
-    )
-    counts = {site: _count(site, sparse) for site, sparse in watched}
-    e = Emitter(next(iter(graph.find_nodes(op="output"))))
-    mode = next(tensors_in(fake(watched[0][1].node))).fake_mode
-    buffer = e.attribute(BUFFER, mode.from_tensor(profile.counters))
-    nothing = {"dtype": torch.int64, "device": profile.counters.device}
-    for site in profile.sites:
-        if site not in counts:  # it is rewritten
-            counts[site] = e.call(torch.zeros, site.counters, **nothing)
-    e.method("add_", buffer, e.call(torch.cat, [counts[site] for site in profile.sites]))
+    of = dict(watched)
+    for number, (site, counters) in enumerate(zip(profile.sites, profile.counters)):
+        if site not in of:  # it is rewritten
+            continue
+        mode = next(tensors_in(fake(of[site].node))).fake_mode
+        with mode:
+            counts = _count(site, of[site])
+        name = f"{BUFFER}_{number}"
+        kept_as = (__name__, "counters", kept.names[number])
+        compat.add_buffer(graph.owning_module, name, counters, kept_as)
+        e = Emitter(next(iter(graph.find_nodes(op="output"))))
+        e.method("add_", e.attribute(name, mode.from_tensor(counters)), counts)
 
 
 def counters_for(sparse: Sparse, apart: Apart | None) -> int:
-    """How many counters `_count` needs; without `apart` one for all rows where their number is symbolic."""
-    value = _value(sparse)
-    sizes = [size for size in map(static_size, value.shape) if size is not None]
+    """How many counters `_count` needs."""
     if apart is not None:
-        return 2 * value.shape[sparse.dim]
-    if len(sizes) < value.dim():
-        return 1
-    axis, every = _sample(sparse, ROWS)
-    sizes[sparse.dim] = 1
-    if axis is not None:
-        sizes[axis] = -(-sizes[axis] // every)
-    return math.prod(sizes)
+        return 2 * _value(sparse).shape[sparse.dim]
+    return _rows_counted(_value(sparse), sparse.dim)
 
 
 def _value(sparse: Sparse) -> torch.Tensor:
@@ -282,42 +275,29 @@ def _value(sparse: Sparse) -> torch.Tensor:
     return value if sparse.result is None else value[sparse.result]
 
 
-def _sample(sparse: Sparse, most: int) -> tuple[int | None, int]:
-    """(axis, n): every n-th row along the axis is counted, `most` of all or some more; all rows where the axis is
-    None."""
-    sizes = [expected(size) for size in _value(sparse).shape]
-    rows = math.prod(sizes) // max(1, sizes[sparse.dim])
-    others = [d for d in range(len(sizes)) if d != sparse.dim % len(sizes)]
-    if not others or rows <= most:
-        return None, 1
-    axis = max(others, key=sizes.__getitem__)
-    return axis, min(rows // most, sizes[axis])
+def _rows_counted(value: torch.Tensor, dim: int) -> int:
+    """`ROWS`, or all there are where they are known to be fewer."""
+    sizes = [static_size(size) for d, size in enumerate(value.shape) if d != dim % value.dim()]
+    return ROWS if None in sizes else min(ROWS, math.prod(size or 0 for size in sizes))
 
 
 def _count(site: Site, sparse: Sparse) -> fx.Node:
-    """Count the active elements of a sample of rows, and all elements of it; the result is added to the counters."""
+    """Count the active elements of some rows, evenly spaced, and all elements of these: what the counters add up."""
     e, t = Emitter(sparse.node.next), sparse.node
     if sparse.result is not None:
         t = e.call(operator.getitem, t, sparse.result)
-    axis, every = _sample(sparse, ROWS if site.apart is None else 2 * ROWS)
-    if axis is not None:
-        t = e.call(operator.getitem, t, (slice(None),) * axis + (slice(None, None, every),))
-    active = e.call(torch.gt if sparse.positive else torch.ne, t, 0)
-    if site.apart is not None:
-        rows = e.method("reshape", e.method("movedim", active, sparse.dim, -1), -1, site.row)
-        halves = [e.call(operator.getitem, rows, slice(i, None, 2)) for i in range(2)]
-        return e.call(torch.cat, [_sums(e, half, 0) for half in halves])
-    if all(static_size(size) is not None for size in fake(t).shape):
-        return e.method("flatten", _sums(e, active, sparse.dim))
-    active = e.method("reshape", e.method("sum", active), 1)
-    elements = e.call(operator.mul, e.method("numel", t), ELEMENT)
-    return e.call(operator.add, active, elements)
-
-
-def _sums(e: Emitter, active: fx.Node, dim: int) -> fx.Node:
-    """The active elements along a dimension, and how many they all are, as counters have them."""
-    elements = e.call(operator.mul, e.method("size", active, dim), ELEMENT)
-    return e.call(operator.add, e.method("sum", active, dim), elements)
+    row = e.size(t, sparse.dim)
+    rows = e.method("reshape", e.method("movedim", t, sparse.dim, -1), -1, row)
+    number = _rows_counted(_value(sparse), sparse.dim) if site.apart is None else 2 * ROWS
+    numbers = e.call(torch.arange, number, device=fake(t).device)
+    spaced = e.call(operator.mul, numbers, e.size(rows, 0))
+    some = e.call(operator.getitem, rows, e.call(operator.floordiv, spaced, number))
+    active = e.call(torch.gt if sparse.positive else torch.ne, some, 0)
+    counted = e.call(operator.add, active, ELEMENT)
+    if site.apart is None:
+        return e.method("sum", counted, 1)
+    halves = e.method("view", counted, ROWS, 2, row)
+    return e.method("flatten", e.method("sum", halves, 0))
 
 
 def counts_of(active: torch.Tensor, site: Site, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
