@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 from torch import fx
@@ -146,8 +147,7 @@ def _parts(
         whole = x if call.name == "setitem" else seen  # an assignment has no value
         if mask is not None and _full(view, mask.operand, whole):
             with contextlib.suppress(NoMatch):
-                epilogue = indicator(view, mask.operand, mask.prepare == "not", x)
-                return [s.then(Element(seen)) for s in (epilogue, *up(x))]
+                return _selected(view, seen, x, mask, up(x))
         try:
             product = up(x) if view.is_tensor(x) else []
         except NoMatch:
@@ -167,6 +167,20 @@ def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | 
             negate = found.negate and not isinstance(found.keep, Assigned)
             return found.x, Term("where", found.keep, (0.0,), "not" if negate else None)
     return None
+
+
+def _selected(
+    view: GraphView, node: fx.Node, x: fx.Node, mask: Term, kept: list[EpilogueChain]
+) -> list[EpilogueChain]:
+    """The epilogues of x where a comparison says so and 0 elsewhere, those of x being `kept`. Raises NoMatch."""
+    epilogue = indicator(view, mask.operand, mask.prepare == "not", x, selects=True)
+    compared = epilogue.elements[-1].terms
+    thresholds = any(isinstance(t, Term) for t in compared)
+    if thresholds and len(kept) == 1 and kept[0].linears[0].node is epilogue.linears[0].node:
+        # 0 times what is dropped has to be 0: of what is compared itself, only -inf and, where it is dropped, NaN.
+        keeps = [t for t in compared if isinstance(t, Step)][-3].fn
+        kept = [kept[0].then(Element(node, (Step(keeps, (-math.inf, 0.0)),)))]
+    return [s.then(Element(node)) for s in (epilogue, *kept)]
 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
@@ -225,14 +239,13 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
     """p(x) * q(x), where one of them is a power of a rectified value, or a comparison: then the other one is 0 where
     that does not hold, or made of 0 there and 0 for it."""
     for a, b in ((p, q), (q, p)):
-        above, zero = lone(a), zero_threshold(b)
-        if above is not None and zero is not None and zero >= above:
-            return b
-        if (
-            above is not None
-            and zero_threshold((rectified := Step("threshold", (above, 0.0)), *b)) == above
-        ):
-            return (rectified, *b)
+        keeps = lone(a)
+        if keeps is not None:
+            above, zero, both = keeps.consts[0], zero_threshold(b), zero_threshold((keeps, *b))
+            if keeps.fn == "threshold" and zero is not None and zero >= above:
+                return b
+            if both is not None and both >= above:
+                return (keeps, *b)
         for at, step in enumerate(a):
             if step not in RECTIFIERS:
                 continue

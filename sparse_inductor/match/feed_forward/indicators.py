@@ -26,15 +26,21 @@ _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.
 _NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
+_KEEPS = ("threshold", "above")
 _COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
 def indicator(
-    view: GraphView, node: fx.Node, negate: bool = False, factor: fx.Node | None = None
+    view: GraphView,
+    node: fx.Node,
+    negate: bool = False,
+    factor: fx.Node | None = None,
+    selects: bool = False,
 ) -> EpilogueChain:
     """The epilogue of a comparison (with `negate` of its contrary). Raises NoMatch where it is none of a linear map.
 
-    factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is.
+    factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is. selects: it says
+    where the factor is kept, so that a NaN that it does not hold for is dropped; a product with 0 is NaN there.
     """
     node, extra, negated = unwrapped(view, node)
     call, negate = view.call(node), negate ^ negated
@@ -44,7 +50,8 @@ def indicator(
     if (call.name in ("lt", "le")) ^ negate:
         large, small = small, large
     ties = (call.name in ("ge", "le")) ^ negate
-    steps = (Step("threshold", (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
+    keeps = "above" if selects and not negate else "threshold"
+    steps = (Step(keeps, (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
     first: NoMatch | None = None
     for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):
         try:
@@ -81,12 +88,14 @@ def _less(view: GraphView, node: fx.Node, other: Any, sign: float) -> tuple[Step
     return (Step("add", (-sign * c,)),) if c else ()
 
 
-def lone(program: Program) -> float | None:
-    """The number above which a program that is nothing but a comparison is 1; None for others."""
+def lone(program: Program) -> Step | None:
+    """The step that keeps x where a program that is nothing but a comparison is 1, and gives 0 elsewhere; None for
+    others."""
     if len(program) == 3 and is_flat(program):
-        return program[0].consts[0]
-    if len(program) == 4 and program[0].fn == "add" and lone(program[1:]) == 0.0:
-        return -program[0].consts[0]  # x - t > 0 where x > t, to the last bit
+        return Step(program[0].fn, (program[0].consts[0], 0.0))
+    if len(program) == 4 and program[0].fn == "add" and (found := lone(program[1:])) is not None:
+        # x - t > 0 where x > t, to the last bit
+        return Step(found.fn, (-program[0].consts[0], 0.0)) if found.consts[0] == 0.0 else None
     return None
 
 
@@ -97,7 +106,7 @@ def is_flat(program: Program) -> bool:
 
 def _is_comparison(steps: Program) -> bool:
     first, *rest = steps
-    return (*rest,) == _ONE and first.fn == "threshold" and first.consts[1] == _NOTHING
+    return (*rest,) == _ONE and first.fn in _KEEPS and first.consts[1] == _NOTHING
 
 
 def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:
@@ -112,8 +121,9 @@ def said(program: Program) -> str:
     """A program as a reader is told of it; a bound is one, whatever gradient it has at a tie in the torch in use, or
     at a NaN."""
     text = render(tuple(map(_bound, program)))
-    for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):
-        text = text.replace(render((Step("threshold", (at, _NOTHING)), *_ONE)), what)
+    for keeps in _KEEPS:
+        for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):
+            text = text.replace(render((Step(keeps, (at, _NOTHING)), *_ONE)), what)
     return text
 
 
