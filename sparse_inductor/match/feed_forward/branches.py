@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from typing import Any
 
 from torch import fx
@@ -30,7 +29,7 @@ from ..chains.backward_walk import walk_back
 from ..chains.chain import Chain
 from ..chains.comparisons import is_comparison
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
-from .indicators import indicator, lone
+from .indicators import indicator, keeping, lone
 
 __all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 
@@ -173,14 +172,14 @@ def _selected(
     view: GraphView, node: fx.Node, x: fx.Node, mask: Term, kept: list[EpilogueChain]
 ) -> list[EpilogueChain]:
     """The epilogues of x where a comparison says so and 0 elsewhere, those of x being `kept`. Raises NoMatch."""
-    epilogue = indicator(view, mask.operand, mask.prepare == "not", x, selects=True)
-    compared = epilogue.elements[-1].terms
-    thresholds = any(isinstance(t, Term) for t in compared)
-    if thresholds and len(kept) == 1 and kept[0].linears[0].node is epilogue.linears[0].node:
-        # 0 times what is dropped has to be 0: of what is compared itself, only -inf and, where it is dropped, NaN.
-        keeps = [t for t in compared if isinstance(t, Step)][-3].fn
-        kept = [kept[0].then(Element(node, (Step(keeps, (-math.inf, 0.0)),)))]
-    return [s.then(Element(node)) for s in (epilogue, *kept)]
+    epilogue = indicator(view, mask.operand, mask.prepare == "not", x)
+    own = epilogue.linears[0].node
+    found = [epilogue.then(Element(node))]
+    for one in kept:
+        # What is compared itself may be no number where it is dropped, and 0 times that is none.
+        terms = (keeping(epilogue),) if one.linears[0].node is own else ()
+        found.append(one.then(Element(node, terms)))
+    return found
 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
@@ -239,13 +238,14 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
     """p(x) * q(x), where one of them is a power of a rectified value, or a comparison: then the other one is 0 where
     that does not hold, or made of 0 there and 0 for it."""
     for a, b in ((p, q), (q, p)):
-        keeps = lone(a)
-        if keeps is not None:
-            above, zero, both = keeps.consts[0], zero_threshold(b), zero_threshold((keeps, *b))
-            if keeps.fn == "threshold" and zero is not None and zero >= above:
-                return b
-            if both is not None and both >= above:
-                return (keeps, *b)
+        above, zero = lone(a), zero_threshold(b)
+        if above is not None and zero is not None and zero >= above:
+            return b
+        if (
+            above is not None
+            and zero_threshold((rectified := Step("threshold", (above, 0.0)), *b)) == above
+        ):
+            return (rectified, *b)
         for at, step in enumerate(a):
             if step not in RECTIFIERS:
                 continue

@@ -6,6 +6,7 @@ what it is compared with, so that the thresholds become part of its bias; the co
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,28 +20,24 @@ from ..chains.backward_walk import walk_back
 from ..chains.comparisons import unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 
-__all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
+__all__ = ["compared_dtype", "indicator", "is_flat", "keeping", "lone", "said"]
 
 # What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
 _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.
 _NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
-_KEEPS = ("threshold", "above")
+# A NaN is above nothing, and not at most anything.
+_KEEPS = ("above", "threshold")
 _COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
 def indicator(
-    view: GraphView,
-    node: fx.Node,
-    negate: bool = False,
-    factor: fx.Node | None = None,
-    selects: bool = False,
+    view: GraphView, node: fx.Node, negate: bool = False, factor: fx.Node | None = None
 ) -> EpilogueChain:
     """The epilogue of a comparison (with `negate` of its contrary). Raises NoMatch where it is none of a linear map.
 
-    factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is. selects: it says
-    where the factor is kept, so that a NaN that it does not hold for is dropped; a product with 0 is NaN there.
+    factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is.
     """
     node, extra, negated = unwrapped(view, node)
     call, negate = view.call(node), negate ^ negated
@@ -50,8 +47,7 @@ def indicator(
     if (call.name in ("lt", "le")) ^ negate:
         large, small = small, large
     ties = (call.name in ("ge", "le")) ^ negate
-    keeps = "above" if selects and not negate else "threshold"
-    steps = (Step(keeps, (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
+    steps = (Step(_KEEPS[negate], (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
     first: NoMatch | None = None
     for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):
         try:
@@ -88,15 +84,20 @@ def _less(view: GraphView, node: fx.Node, other: Any, sign: float) -> tuple[Step
     return (Step("add", (-sign * c,)),) if c else ()
 
 
-def lone(program: Program) -> Step | None:
-    """The step that keeps x where a program that is nothing but a comparison is 1, and gives 0 elsewhere; None for
-    others."""
+def lone(program: Program) -> float | None:
+    """The number above which a program that is nothing but a comparison is 1; None for others."""
     if len(program) == 3 and is_flat(program):
-        return Step(program[0].fn, (program[0].consts[0], 0.0))
-    if len(program) == 4 and program[0].fn == "add" and (found := lone(program[1:])) is not None:
-        # x - t > 0 where x > t, to the last bit
-        return Step(found.fn, (-program[0].consts[0], 0.0)) if found.consts[0] == 0.0 else None
+        return program[0].consts[0]
+    if len(program) == 4 and program[0].fn == "add" and lone(program[1:]) == 0.0:
+        return -program[0].consts[0]  # x - t > 0 where x > t, to the last bit
     return None
+
+
+def keeping(epilogue: EpilogueChain) -> Step:
+    """What makes a number of everything that the comparison of an `indicator` drops, and of what it keeps nothing
+    else: a NaN is dropped where it is above nothing."""
+    first = next(t for t in epilogue.elements[-1].terms if isinstance(t, Step) and t.fn in _KEEPS)
+    return Step(first.fn, (-math.inf, 0.0))
 
 
 def is_flat(program: Program) -> bool:
