@@ -109,7 +109,11 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
-    "filled_by_another_projection": ("followed where it multiplies", "masked_fill(~"),
+    "crosscoder": ("over several axes at once", "bsn,nld->bsld"),
+    "filled_by_another_projection": (
+        "a comparison (gt) of another value says what is kept: one of a projection is followed where it multiplies",
+        "masked_fill(~",
+    ),
     "selected_by_another_projection": ("followed where it multiplies", "torch.where("),
     "learned_threshold_of_a_gate": ("a factor of its own", "h > torch.linspace(0, 0.2, N)"),
     "weighed_by_what_may_be_negative": ("also read by mul", "(h * m.up.bias).abs()"),

@@ -44,6 +44,17 @@ def selected_by_another_projection(x, m):
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
+@seen("a product of tokens with the weights of two axes is no matrix's")
+def crosscoder(x, m):
+    """one dictionary for the activations of several layers"""
+    layers = x.unflatten(-1, (2, -1))
+    encoder, decoder = (
+        w.view(N, 2, -1) for w in (m.up.weight, m.down.weight.t().reshape(N, 2, -1))
+    )
+    f = F.relu(torch.einsum("bsld,nld->bsn", layers, encoder))
+    return torch.einsum("bsn,nld->bsld", f, decoder)
+
+
 @seen("the activations are returned")
 def hidden_returned(x, m):
     """A model that returns its features."""
