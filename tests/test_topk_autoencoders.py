@@ -187,6 +187,23 @@ def test_a_number_of_entries_in_a_buffer(captured):
     assert ("f.topk(s.k" if captured else "scatter_") in miss.source
 
 
+def test_which_of_two_grad_modes_is_named():
+    def program(s, x):
+        f = F.relu(x @ s.W_enc + s.b_enc)
+        with torch.no_grad():
+            indices = f.topk(4).indices
+        return torch.zeros_like(f).scatter_(1, indices, f.gather(1, indices)) @ s.W_dec
+
+    model, x = Autoencoder(program), torch.randn(5, 8)
+    expected = torch.autograd.grad(model(x).sum(), model.W_enc)
+    with only(*BOTH) as report:
+        got = torch.autograd.grad(compile_without_codegen(model)(x).sum(), model.W_enc)
+        (miss,) = report.near_misses
+    torch.testing.assert_close(got, expected)
+    assert miss.reason == "no gradient goes through topk: it is under no_grad"
+    assert miss.source == "indices = f.topk(4).indices"
+
+
 def test_two_decoders_of_the_same_activations():
     def program(s, x):
         values, indices = (x @ s.W_enc).topk(4)
