@@ -28,7 +28,7 @@ from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.graph.checks import check_device, check_match, outside_no_grad
-from sparse_inductor.graph.contraction import PRODUCTS
+from sparse_inductor.graph.contraction import PRODUCTS, contraction
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, added, linears, summed_over_processes
@@ -63,6 +63,7 @@ OP = "sparse_inductor::relu_ffn"
 
 # Elements of 16 bits in the largest load.
 _ALIGNED = 8
+_SEVERAL_AXES = "projections over several axes at once, or to several: make one axis of them before (flatten, reshape)"
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
 
@@ -250,14 +251,19 @@ class ReluFfn(Recogniser):
         found = [one for one in linears(view, node) or added(view, node) if not one.within]
         if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]
+        # A weight that multiplies an input is another layer's: a product may be read as either operand's.
+        found = [one for one in found if one.source.op not in ("placeholder", "get_attr")]
         if not found or not fake(node).dtype.is_floating_point:
-            _, experts = rectified_product(view, node) or (None, False)
-            why = _EXPERTS if experts else product_in_einsum(view, node)
+            _, weights = rectified_product(view, node) or (None, False)
+            product = contraction(view, node)
+            if product is None or not weights:
+                why = product_in_einsum(view, node)
+            else:
+                batched = {*product.a.axes} & {*product.b.axes} & {*product.axes} - {None}
+                why = _EXPERTS if batched else _SEVERAL_AXES
             return Miss(why, node) if why else None
         first: tuple[Linear, NoMatch] | None = None
         for down in found:
-            if down.source.op in ("placeholder", "get_attr"):
-                continue
             try:
                 return self._block(node, view, down)
             except NoMatch as e:

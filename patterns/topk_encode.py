@@ -149,7 +149,7 @@ class TopkEncode(Recogniser):
             raise NoMatch("topk is not along the outputs of the linear", node)
         k = call["k"]
         if not isinstance(k, int) and not isinstance(fake(k), (int, torch.SymInt)):
-            raise NoMatch("k is no number", node)
+            raise NoMatch("k is known only at run time", node)
         if call.get("out") is not None:
             raise NoMatch("topk writes to tensors that are there already", node)
         for user in node.users:

@@ -57,6 +57,20 @@ def test_inside_a_transform_the_packages_own_function_is_traced(transform, rows)
         assert got is expected
 
 
+def test_what_is_declined_in_the_packages_own_code_has_its_line():
+    """With no rewrite in the graph, training breaks it there, and Dynamo compiles the package's code by itself."""
+
+    def program(x):
+        return entmax.entmax_bisect(x, alpha=0.7, n_iter=20)
+
+    with only("entmax") as report:
+        compile_without_codegen(program)(torch.randn(3, 7, requires_grad=True)).sum().backward()
+        misses = report.near_misses
+    assert {miss.reason for miss in misses} == {"alpha=0.7 is no sparse transformation"}
+    files = {miss.location.partition(":")[0] for miss in misses}
+    assert files == {"test_entmax_dynamo.py", "root_finding.py"}
+
+
 def test_beside_a_transform_calls_are_rewritten():
     def program(x):
         return vmap(ROWS["sparsemax"])(x) + entmax.sparsemax(x, -1)

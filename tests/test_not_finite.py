@@ -95,6 +95,44 @@ def test_a_gradient_at_a_nan_is_that_of_eager(kept):
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+_T = torch.linspace(-0.5, 0.5, 16)
+
+
+@pytest.mark.parametrize(
+    "kept, dropped",
+    [
+        (lambda z, u: torch.where(z > _T, z, 0.0), torch.nan),
+        (lambda z, u: torch.where(z > _T, z.relu(), torch.zeros_like(z)), torch.nan),
+        (lambda z, u: torch.where(~(z > _T), 0.0, z), torch.nan),
+        (lambda z, u: z.masked_fill(z <= _T, 0.0), -torch.inf),
+        (lambda z, u: torch.where(z > 0, z * u, 0.0), torch.nan),
+        (lambda z, u: torch.where(z > -0.1, z.relu() * u, 0.0), torch.nan),
+        (lambda z, u: (z > 0) * u, torch.nan),
+    ],
+    ids="where rectified replaced filled product another_rectifier gated".split(),
+)
+def test_a_comparison_drops_what_is_no_number(kept, dropped):
+    """A NaN is above nothing: where() drops it, and -inf, where masked_fill of the contrary keeps it, and a product
+    with the comparison is 0."""
+
+    def block(h, gate, bias, up, down):
+        return F.linear(kept(F.linear(h, gate, bias), F.linear(h, up)), down)
+
+    h, up, down = torch.randn(2, 5, 8), torch.randn(16, 8) / 3, torch.randn(8, 16) / 4
+    gate, bias = torch.randn(16, 8) / 3, torch.randn(16)
+    bias[:3] = torch.tensor([dropped, -torch.inf, torch.inf])
+    given = [t.requires_grad_() for t in (gate, bias, up, down)]
+    wanted = [given[0], given[1], given[3]]
+    value = block(h, *given)
+    expected = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
+    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
+        compiled = compile_without_codegen(block)
+        got = compiled(h, *given)
+        gradients = torch.autograd.grad(got.sum(), wanted, allow_unused=True)
+    assert compiled.calls("relu_ffn")
+    torch.testing.assert_close((got, *gradients), (value, *expected), equal_nan=True)
+
+
 def _root_head(h, up, down):
     z = F.linear(h, up)
     return F.softplus(z - 1e4 * (torch.arange(5) > 2).unsqueeze(-1)).sqrt().amax(1)

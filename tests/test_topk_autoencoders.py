@@ -168,6 +168,42 @@ def test_what_is_returned_stays_as_it_is_written():
     assert notes["sparse_decode"].endswith("the activations are kept")
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_number_of_entries_in_a_buffer(captured):
+    """A k that is a tensor breaks the graph in front of the topk, which the decoder's graph then does not see."""
+
+    def program(s, x):
+        f = F.relu(F.linear(x - s.b_dec, s.W_enc.T, s.b_enc))
+        values, indices = f.topk(s.k, sorted=False, dim=-1)
+        return torch.zeros_like(f).scatter_(-1, indices, values) @ s.W_dec + s.b_dec
+
+    model, x = Autoencoder(program), torch.randn(5, 8)
+    model.register_buffer("k", torch.tensor(4, dtype=torch.int32))
+    expected = model(x)
+    with only(*BOTH) as report, torch._dynamo.config.patch(capture_scalar_outputs=captured):
+        torch.testing.assert_close(compile_without_codegen(model)(x), expected)
+        (miss,) = report.near_misses
+    assert ("at run time" if captured else "from outside this graph") in miss.reason
+    assert ("f.topk(s.k" if captured else "scatter_") in miss.source
+
+
+def test_which_of_two_grad_modes_is_named():
+    def program(s, x):
+        f = F.relu(x @ s.W_enc + s.b_enc)
+        with torch.no_grad():
+            indices = f.topk(4).indices
+        return torch.zeros_like(f).scatter_(1, indices, f.gather(1, indices)) @ s.W_dec
+
+    model, x = Autoencoder(program), torch.randn(5, 8)
+    expected = torch.autograd.grad(model(x).sum(), model.W_enc)
+    with only(*BOTH) as report:
+        got = torch.autograd.grad(compile_without_codegen(model)(x).sum(), model.W_enc)
+        (miss,) = report.near_misses
+    torch.testing.assert_close(got, expected)
+    assert miss.reason == "no gradient goes through topk: it is under no_grad"
+    assert miss.source == "indices = f.topk(4).indices"
+
+
 def test_two_decoders_of_the_same_activations():
     def program(s, x):
         values, indices = (x @ s.W_enc).topk(4)

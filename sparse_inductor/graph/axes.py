@@ -107,7 +107,7 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
             after = view.shape(node)
             if same_sizes(before, after):
                 return list(axes)
-            raise NoMatch("it is broadcast", node)
+            raise NoMatch(f"the result of {label(call['input'])} is broadcast", node)
         case _:
             return _regrouped(before, view.shape(node), axes, node)
 
@@ -165,10 +165,10 @@ def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -
             continue
         start = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
         if not (start and same_size(shape[len(before)], size)):
-            raise NoMatch("a part of it is taken", node)
+            raise NoMatch(f"a part of the result of {label(call['input'])} is taken", node)
         before.append(axis)
     if len(before) != len(shape):
-        raise NoMatch("a part of it is taken", node)
+        raise NoMatch(f"a part of the result of {label(call['input'])} is taken", node)
     return before
 
 

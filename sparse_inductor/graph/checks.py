@@ -73,8 +73,10 @@ def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, lear
     on to what the operator has one for."""
     for n in nodes:
         whole = n if view.is_tensor(n) else n.args[0]  # an assignment is no tensor
-        if view.records(n) != view.records(end) or (learnt and not view.requires_grad(whole)):
-            raise NoMatch(f"no gradient goes through {label(n)}", n)
+        if view.records(n) != view.records(end):
+            raise _cut(view, end if view.records(n) else n)
+        if learnt and not view.requires_grad(whole):
+            raise _cut(view, n)
 
 
 def unsound(view: GraphView, match: _Matched) -> Miss | None:

@@ -52,17 +52,20 @@ def source_of(*nodes: fx.Node | None) -> Source:
 
 def _innermost(trace: str) -> Source | None:
     lines = trace.splitlines()
+    passing_on: Source | None = None
     for at in reversed(range(len(lines))):
         frame = _FRAME.match(lines[at])
         if frame is None:
             continue
         path, number = frame["file"], int(frame["line"])
-        if path.startswith((_TORCH, "<eval_with_key>", "<frozen")) or path.endswith(_PASSING_ON):
+        if path.startswith((_TORCH, "<eval_with_key>", "<frozen")):
             continue
         following = lines[at + 1].strip() if at + 1 < len(lines) else ""
-        text = "" if _FRAME.match(following) else following
-        return source_at(path, number, text)
-    return None
+        found = source_at(path, number, "" if _FRAME.match(following) else following)
+        if not path.endswith(_PASSING_ON):
+            return found
+        passing_on = passing_on or found  # nothing else, where such code is compiled by itself
+    return passing_on
 
 
 def source_at(path: str, line: int, text: str = "") -> Source:

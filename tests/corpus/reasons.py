@@ -109,6 +109,12 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
+    "crosscoder": ("over several axes at once", "bsn,nld->bsld"),
+    "filled_by_another_projection": (
+        "a comparison (gt) of another value says what is kept: one of a projection is followed where it multiplies",
+        "masked_fill(~",
+    ),
+    "selected_by_another_projection": ("followed where it multiplies", "torch.where("),
     "learned_threshold_of_a_gate": ("a factor of its own", "h > torch.linspace(0, 0.2, N)"),
     "weighed_by_what_may_be_negative": ("also read by mul", "(h * m.up.bias).abs()"),
     "one_neuron_of_one_sequence_ablated": ("single elements", "h[0, :, 3] = 0.0"),
@@ -293,6 +299,7 @@ TRUE["entmax"] = {
     "bilinear_scores_in_one_einsum": ("einsum of 3 tensors makes the scores", "torch.einsum("),
     "masked_afterwards": ("masked_fill changes the probabilities", "attn.masked_fill("),
     "attentions_returned": ("probabilities are also returned", "attn ="),
+    "attention_sink": ("a part of the result of entmax15", "[..., :-1]"),
     "dropout_active": ("dropout is active", "F.dropout("),
     "over_queries": ("another axis", "dim=-2"),
     "renormalised_after_mask": ("mul changes the probabilities", "* mask[:, None"),

@@ -14,6 +14,7 @@ from ...graph.selection import Assigned
 from ...graph.values import uniform
 from ...graph.view import GraphView, label, same_size
 from .backward_walk import walk_back
+from .comparisons import is_comparison, unwrapped
 from .epilogue_chain import Fill
 from .family import above
 
@@ -69,6 +70,10 @@ def kind_of(
 def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool) -> NoMatch:
     """Why an operand that varies with the logits is none: what is in the way to a linear of its own, if known."""
     if linear_after and "linear" in above(view, operand):
+        if is_comparison(view, operand) and view.name_of(node) != "mul":
+            compares = unwrapped(view, operand)[0]
+            how = f"a comparison ({label(compares)}) of another value says what is kept"
+            return NoMatch(f"{how}: one of a projection is followed where it multiplies", compares)
         try:
             walk_back(view, operand, node)
         except NoMatch as decline:

@@ -255,9 +255,7 @@ def _scaled_right(
                 return candidate, found.alpha, piece, 1.0
         raise NoMatch("the scores are not multiplied by alpha - 1 before the threshold", node)
     assert found.power is not None
-    if not found.power > 0:
-        raise NoMatch(f"the power is {found.power:g}", node)
-    alpha = _sane(round(1 + 1 / found.power, 9), node)
+    alpha = _sane(round(1 + 1 / found.power, 9) if found.power else math.inf, node)
     for candidate, piece in reversed(closed):
         if math.isclose(candidate.factor, alpha - 1, rel_tol=1e-6) and not candidate.gaps:
             return candidate, alpha, piece, 1.0

@@ -29,7 +29,7 @@ from ..chains.backward_walk import walk_back
 from ..chains.chain import Chain
 from ..chains.comparisons import is_comparison
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
-from .indicators import indicator, lone
+from .indicators import indicator, keeping, lone
 
 __all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 
@@ -146,8 +146,7 @@ def _parts(
         whole = x if call.name == "setitem" else seen  # an assignment has no value
         if mask is not None and _full(view, mask.operand, whole):
             with contextlib.suppress(NoMatch):
-                epilogue = indicator(view, mask.operand, mask.prepare == "not", x)
-                return [s.then(Element(seen)) for s in (epilogue, *up(x))]
+                return _selected(view, seen, x, mask, up(x))
         try:
             product = up(x) if view.is_tensor(x) else []
         except NoMatch:
@@ -167,6 +166,20 @@ def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | 
             negate = found.negate and not isinstance(found.keep, Assigned)
             return found.x, Term("where", found.keep, (0.0,), "not" if negate else None)
     return None
+
+
+def _selected(
+    view: GraphView, node: fx.Node, x: fx.Node, mask: Term, kept: list[EpilogueChain]
+) -> list[EpilogueChain]:
+    """The epilogues of x where a comparison says so and 0 elsewhere, those of x being `kept`. Raises NoMatch."""
+    epilogue = indicator(view, mask.operand, mask.prepare == "not", x)
+    own = epilogue.linears[0].node
+    found = [epilogue.then(Element(node))]
+    for one in kept:
+        # What is compared itself may be no number where it is dropped, and 0 times that is none.
+        terms = (keeping(epilogue),) if one.linears[0].node is own else ()
+        found.append(one.then(Element(node, terms)))
+    return found
 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:

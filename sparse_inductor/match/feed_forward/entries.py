@@ -120,6 +120,12 @@ def _scattered(
     if not isinstance(indices, fx.Node) or topk_of(view, indices, node) is None:
         if not (zero and along):
             return None
+        if isinstance(indices, fx.Node) and indices.op == "placeholder":
+            raise NoMatch(
+                "the indices come from outside this graph, so they may repeat: a topk in front of a graph break, say, "
+                "as one whose k is a tensor causes",
+                node,
+            )
         raise NoMatch(
             "the indices are not those of a topk along the last axis: they may repeat", node
         )

@@ -6,6 +6,7 @@ what it is compared with, so that the thresholds become part of its bias; the co
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from ..chains.backward_walk import walk_back
 from ..chains.comparisons import unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 
-__all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
+__all__ = ["compared_dtype", "indicator", "is_flat", "keeping", "lone", "said"]
 
 # What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
 _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.
 _NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
+# A NaN is above nothing, and not at most anything.
+_KEEPS = ("above", "threshold")
 _COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
@@ -44,7 +47,7 @@ def indicator(
     if (call.name in ("lt", "le")) ^ negate:
         large, small = small, large
     ties = (call.name in ("ge", "le")) ^ negate
-    steps = (Step("threshold", (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
+    steps = (Step(_KEEPS[negate], (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
     first: NoMatch | None = None
     for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):
         try:
@@ -90,6 +93,13 @@ def lone(program: Program) -> float | None:
     return None
 
 
+def keeping(epilogue: EpilogueChain) -> Step:
+    """What makes a number of everything that the comparison of an `indicator` drops, and of what it keeps nothing
+    else: a NaN is dropped where it is above nothing."""
+    first = next(t for t in epilogue.elements[-1].terms if isinstance(t, Step) and t.fn in _KEEPS)
+    return Step(first.fn, (-math.inf, 0.0))
+
+
 def is_flat(program: Program) -> bool:
     """Whether a program has a comparison in it, through which no gradient goes."""
     return any(map(_is_comparison, zip(program, program[1:], program[2:])))
@@ -97,7 +107,7 @@ def is_flat(program: Program) -> bool:
 
 def _is_comparison(steps: Program) -> bool:
     first, *rest = steps
-    return (*rest,) == _ONE and first.fn == "threshold" and first.consts[1] == _NOTHING
+    return (*rest,) == _ONE and first.fn in _KEEPS and first.consts[1] == _NOTHING
 
 
 def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:
@@ -112,8 +122,9 @@ def said(program: Program) -> str:
     """A program as a reader is told of it; a bound is one, whatever gradient it has at a tie in the torch in use, or
     at a NaN."""
     text = render(tuple(map(_bound, program)))
-    for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):
-        text = text.replace(render((Step("threshold", (at, _NOTHING)), *_ONE)), what)
+    for keeps in _KEEPS:
+        for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):
+            text = text.replace(render((Step(keeps, (at, _NOTHING)), *_ONE)), what)
     return text
 
 

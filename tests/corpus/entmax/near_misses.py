@@ -139,6 +139,13 @@ def attentions_returned(q, k, v, mask):
     return attn @ v, attn
 
 
+@seen("the sink's share is taken off after the normalisation", pattern="entmax_attention")
+def attention_sink(q, k, v, mask):
+    """a further score that no key has"""
+    scores = torch.cat([q @ k.mT * SCALE, q.new_zeros(B, H, L, 1)], -1)
+    return entmax.entmax15(scores, dim=-1)[..., :-1] @ v
+
+
 @seen("dropout is random", modes=TRAIN, pattern="entmax_attention")
 def dropout_active(q, k, v, mask):
     """dropout in training"""

@@ -32,6 +32,29 @@ def leaky(x, m):
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
+@seen("0 times what a mask drops may be NaN")
+def filled_by_another_projection(x, m):
+    """a predictor of which neurons are active"""
+    return m.down(F.relu(m.up(x)).masked_fill(~(m.gate(x) > 0), 0.0))
+
+
+@seen("0 times what a mask drops may be NaN")
+def selected_by_another_projection(x, m):
+    """the same by where()"""
+    return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
+
+
+@seen("a product of tokens with the weights of two axes is no matrix's")
+def crosscoder(x, m):
+    """one dictionary for the activations of several layers"""
+    layers = x.unflatten(-1, (2, -1))
+    encoder, decoder = (
+        w.view(N, 2, -1) for w in (m.up.weight, m.down.weight.t().reshape(N, 2, -1))
+    )
+    f = F.relu(torch.einsum("bsld,nld->bsn", layers, encoder))
+    return torch.einsum("bsn,nld->bsld", f, decoder)
+
+
 @seen("the activations are returned")
 def hidden_returned(x, m):
     """A model that returns its features."""
