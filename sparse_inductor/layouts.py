@@ -17,8 +17,6 @@ from . import compat
 from .graph.fakes import fake, memory_order
 from .graph.vocabulary import COPIES, VIEWS
 
-__all__ = ["keep_apart", "keep_layouts", "layouts"]
-
 
 def layouts(graph: fx.Graph) -> list[list[int] | None]:
     """For each result of the graph the order of its dimensions in memory, outermost first; None where that is not

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from . import looks_at
 
-__all__ = ["PIECE", "Columns", "columns", "cut_up", "decode", "dots", "encode", "outer", "top"]
-
 # Elements of a chunk: 16 MiB of fp32, so that it stays in a last-level cache.
 _CHUNK = 1 << 22
 # Entries of a column that one program of a kernel sums; of more there are pieces of so many.

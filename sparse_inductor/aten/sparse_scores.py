@@ -12,8 +12,6 @@ from torch import Tensor
 from . import looks_at
 from .csr import csr
 
-__all__ = ["Documents", "blocks", "compute_dtype", "documents", "transposed"]
-
 BLOCK = 1 << 24  # scores at a time: 64 MiB of fp32, a few milliseconds of work
 _FEW = 8  # queries up to which a sparse product is faster than bags (measured, two cores)
 

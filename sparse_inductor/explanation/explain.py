@@ -26,16 +26,6 @@ from ..reporting.source import source_at
 from ..rewrite import Applied, RewritePass
 from ..slots import slot_value
 
-__all__ = [
-    "Capture",
-    "ExplainedGraph",
-    "Explanation",
-    "GraphBreak",
-    "explain",
-    "explained",
-    "random_state_kept",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedGraph:

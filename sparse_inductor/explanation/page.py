@@ -21,8 +21,6 @@ from .drawing import draw, fold, subgraph
 if TYPE_CHECKING:
     from .explain import ExplainedGraph, Explanation
 
-__all__ = ["render"]
-
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 AROUND = 2  # lines of source before and after a marked one
 APART = 8  # unmarked lines in a row that are left out

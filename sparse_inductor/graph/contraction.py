@@ -15,15 +15,6 @@ from torch import fx
 from .names import Call
 from .view import GraphView, same_size
 
-__all__ = [
-    "PRODUCTS",
-    "Contraction",
-    "Operand",
-    "all_lettered",
-    "contraction",
-    "lettered",
-]
-
 Letters = tuple[str | None, ...]
 
 

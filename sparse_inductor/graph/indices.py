@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["expanded_index", "is_full", "items_of", "only_new_axes", "only_slices"]
-
 
 def items_of(index: Any) -> tuple[Any, ...]:
     """The items of an index, which may be a single one."""

@@ -18,17 +18,6 @@ from .. import compat
 from ..epilogue.functions import FUNCTIONS
 from .fakes import fake
 
-__all__ = [
-    "INPLACE_OPERATORS",
-    "Call",
-    "canonical",
-    "is_operator",
-    "is_plain",
-    "name_of",
-    "stored",
-    "trailing_inplace",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -22,17 +22,6 @@ from .no_match import NoMatch
 from .view import GraphView, fake, same_size, same_sizes, static_size
 from .vocabulary import COPIES, PARTS, REGROUPS
 
-__all__ = [
-    "Combined",
-    "Move",
-    "entry_of_axis",
-    "kept_axis",
-    "move",
-    "order_of",
-    "part_of_axis",
-    "undone",
-]
-
 
 class Combined(NoMatch):
     """Two values that both come from linears meet here: these epilogues."""

@@ -18,8 +18,6 @@ from .segment import Postings, Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
 
-__all__ = ["read_ciff", "write_ciff"]
-
 # Tags: field 4 of a list, fields 1 and 2 of a posting
 _POSTING, _DOCUMENT, _IMPACT = 0x22, 0x08, 0x10
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .sources import from_array
 
-__all__ = ["as_count", "as_int", "as_tensor", "candidate_ids", "document_ids", "marked"]
-
 
 def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor:
     """int64 ids below `count` of documents that are named by their ids or by a boolean mask.

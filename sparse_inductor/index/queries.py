@@ -24,8 +24,6 @@ from .sources import (
     to_dense,
 )
 
-__all__ = ["Queries", "queries_of"]
-
 # Dense weights made at a time of queries given sparsely. A GPU wants more of them in a launch.
 _CPU_BYTES = 16 << 20
 _GPU_BYTES = 256 << 20

@@ -17,8 +17,6 @@ try:
 except ImportError:  # sorting with torch then, some five times slower
     scipy_sparse = None
 
-__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment", "checked_kind", "term_dtype"]
-
 # Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting
 # lists go by; and it is 16 of the chunks that the GPU kernels work on.
 CAPACITY = 1 << 17

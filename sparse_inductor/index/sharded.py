@@ -22,8 +22,6 @@ from .documents import as_count, document_ids
 from .sparse_index import SparseIndex
 from .storage import PendingFile
 
-__all__ = ["ShardedIndex"]
-
 T = TypeVar("T")
 
 

@@ -17,20 +17,6 @@ from torch import Tensor
 
 from .. import compat
 
-__all__ = [
-    "Entries",
-    "Rows",
-    "as_ids",
-    "as_weights",
-    "check_offsets",
-    "collection_of",
-    "entries_of",
-    "entries_of_all",
-    "from_array",
-    "merged",
-    "to_dense",
-]
-
 _LISTS = 4096  # documents given one by one that are checked together
 _BLOCK = 1 << 17  # documents of a matrix that are checked together
 

@@ -10,18 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "FLOATS",
-    "IMPACTS",
-    "INTEGERS",
-    "as_rows",
-    "check_floats",
-    "differ",
-    "fits",
-    "known",
-    "same",
-]
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 IMPACTS = (torch.uint8, torch.int8, torch.int16, *INTEGERS)  # quantised weights

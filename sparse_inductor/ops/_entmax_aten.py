@@ -19,8 +19,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "compute_dtype", "forward"]
-
 # Entries of a chunk: what the passes over it touch, two buffers in fp32, is about a core's share of the outer caches.
 _CPU_CHUNK = 1 << 18
 # On a GPU a chunk only bounds the workspace: two buffers of 512 MiB in fp64.

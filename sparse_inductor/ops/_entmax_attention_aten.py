@@ -15,8 +15,6 @@ from torch import Tensor
 
 from . import _entmax_aten as rows
 
-__all__ = ["Terms", "backward", "forward", "saved_dtype"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Terms:

@@ -38,8 +38,6 @@ from ._dispatch import (
 )
 from ._sharding import Rule, dims, whole
 
-__all__ = ["sparse_gradient_linear", "sparse_product"]
-
 _lib = define(
     "sparse_product(Tensor f, Tensor weight, Tensor? bias) -> Tensor",
     "sparse_gradient_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",

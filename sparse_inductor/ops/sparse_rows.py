@@ -37,8 +37,6 @@ from ._dispatch import (
 )
 from ._sharding import Dims, Rule, dims, whole
 
-__all__ = ["sparse_decode", "topk_encode"]
-
 _lib = define(
     "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered, Tensor? shift)"
     " -> (Tensor, Tensor)",

@@ -38,8 +38,6 @@ from ._dispatch import (
 )
 from ._sharding import Dims, Rule, dims
 
-__all__ = ["DEFAULT_STEPS", "splade_head"]
-
 DEFAULT_STEPS = "relu | log1p | row_mul(0)"
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor[] rows, str steps"

@@ -9,24 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Check",
-    "Density",
-    "NearMiss",
-    "Pending",
-    "Rewrite",
-    "Shape",
-    "at_line",
-    "bytes_text",
-    "count_text",
-    "place_of",
-    "rewrite_dict",
-    "rewrite_lines",
-    "rewrite_text",
-    "tensor_text",
-    "times_text",
-]
-
 Shape = tuple[int | str, ...]
 """A size that is symbolic at compile time is its expression as text ("s0")."""
 

@@ -30,8 +30,6 @@ from .findings import (
 if TYPE_CHECKING:
     from ..ops._collections import Collection
 
-__all__ = ["Report", "report"]
-
 log = logging.getLogger("sparse_inductor")
 
 JSON_VERSION = 1

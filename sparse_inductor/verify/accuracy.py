@@ -16,20 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 
-__all__ = [
-    "TOLERANCE",
-    "Chosen",
-    "Comparison",
-    "InDouble",
-    "LowestPrecision",
-    "compare",
-    "cotangents",
-    "gradients",
-    "lowest",
-    "tensors_in",
-    "to_double",
-]
-
 # How much larger than the unrewritten program's the error may be, by the lowest precision computed
 # in: absolute below 1, relative above. In fp32 about a hundred roundings; in half precisions a few.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}

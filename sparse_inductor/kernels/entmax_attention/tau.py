@@ -17,29 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "GENERAL",
-    "HARDWARE",
-    "HARDWARE_OVER_1",
-    "NEG_INF",
-    "POS_INF",
-    "SPREAD_NAN",
-    "bound_step",
-    "bracket",
-    "class_bound",
-    "clip",
-    "clip_to_one",
-    "compensated",
-    "cubic_power",
-    "exponent_kind",
-    "log_entries",
-    "log_power",
-    "newton",
-    "powers",
-    "root",
-    "step",
-]
-
 # beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
 CLOSED_FORMS = (1, 2, 3, 4)
 GENERAL = 0

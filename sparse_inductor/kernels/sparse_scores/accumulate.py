@@ -19,16 +19,6 @@ import triton.language as tl
 from ..common.launch import relaunched
 from . import ptx
 
-__all__ = [
-    "CHUNK_BITS",
-    "CHUNK_DOCS",
-    "COUNTERS_APART",
-    "MAX_SUM",
-    "WEIGHT_STEPS",
-    "portable_kernel",
-    "shared_kernel",
-]
-
 CHUNK_BITS = 13
 # 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed.
 CHUNK_DOCS = 1 << CHUNK_BITS

@@ -6,23 +6,6 @@ waiting for the block. `sparse_scores.accumulate` uses these strings; its portab
 
 from __future__ import annotations
 
-__all__ = [
-    "FILTER_BYTES",
-    "LENGTH_AT",
-    "PASSED_BYTES",
-    "RANKED",
-    "RANK_BYTES",
-    "READ_ANYHOW",
-    "TURN",
-    "accumulate",
-    "append",
-    "clear",
-    "mark",
-    "ordinal",
-    "rank",
-    "rescore",
-]
-
 # Postings that a warp takes at a time: 8 a lane, all under way at once. Lists of more are shared out among the warps.
 _PIECE = 256
 # Terms of a row that a lane reads at a time, by four lanes a row, and how often before it sees what is in the query:

@@ -15,8 +15,6 @@ from . import ptx
 from .accumulate import COUNTERS_APART
 from .sort import write_best
 
-__all__ = ["FILTERED_UP_TO", "RANKED_UP_TO", "everything_kernel", "rescore_kernel"]
-
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
 _TICKETS = tl.constexpr(1 << 13)  # of a turn: one a part, and one a program that finds none left

@@ -47,8 +47,6 @@ from .rescore import FILTERED_UP_TO, RANKED_UP_TO, everything_kernel, rescore_ke
 from .select import select_kernel
 from .sort import sort_kernel
 
-__all__ = ["LISTS", "Packed", "pack", "search"]
-
 LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
 
 _APART = tl.constexpr(COUNTERS_APART)

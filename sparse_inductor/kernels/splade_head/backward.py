@@ -34,8 +34,6 @@ from sparse_inductor.epilogue.steps import Program
 from sparse_inductor.kernels.common.epilogue import dual, dual_rows, encode, row_arguments
 from sparse_inductor.kernels.common.launch import relaunched
 
-__all__ = ["backward"]
-
 # Scratch for lists, beside 2 bytes an entry of [B, V]: one slab's list, 8 bytes an entry, and its sort keys, 4.
 _SCRATCH_BYTES = 40 << 20
 # Vocabulary entries a tile. At V = 30 522 and B = 320 twice as many take 0.26 ms longer to sort where all are active,

@@ -17,8 +17,6 @@ from .backward_walk import walk_back
 from .epilogue_chain import Fill
 from .family import above
 
-__all__ = ["Frame", "Kind", "kind_of"]
-
 Kind = Literal["row", "column", "entry"]
 
 

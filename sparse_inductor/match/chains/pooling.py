@@ -22,8 +22,6 @@ from .backward_walk import walk_back
 from .chain import Chain
 from .family import above, below
 
-__all__ = ["ANCHORS", "Reduction", "maximum", "other_pool", "resembles"]
-
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _MAXIMA = _PICKS | frozenset(
     "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()

@@ -20,8 +20,6 @@ from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS
 
-__all__ = ["ENDS", "Candidate", "Form", "ends_here", "form", "row_axis", "unshifted"]
-
 ENDS = frozenset(
     "clamp clamp_min relu threshold maximum where pow square mul div normalize".split()
 )

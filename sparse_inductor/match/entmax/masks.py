@@ -20,17 +20,6 @@ from ...graph.values import integer, progression, rounds
 from ...graph.view import GraphView, rounded
 from ...graph.vocabulary import COPIES, VIEWS
 
-__all__ = [
-    "as_mask",
-    "conjuncts",
-    "is_triangle",
-    "keeps_a_key",
-    "keeps_all",
-    "mixed",
-    "moderate",
-    "zero_or_one",
-]
-
 _ABOVE = 32  # nodes that a bias is made of that are looked at
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}

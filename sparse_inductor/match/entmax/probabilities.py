@@ -27,8 +27,6 @@ from ...graph.vocabulary import VIEWS
 from .masks import conjuncts, moderate, zero_or_one
 from .transform import Transform, transform
 
-__all__ = ["Probabilities", "check_again", "read_probabilities"]
-
 _REACH = 12
 _NEAR = 6  # nodes looked at for an entmax above an operation that changes probabilities
 _FLOOR = 0.5  # a sum of one is above it whatever its rounding

@@ -27,8 +27,6 @@ from ...graph.view import GraphView, fake, label
 from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
 
-__all__ = ["ABSORBS", "Scores", "read_scores", "scaled"]
-
 _MAX_DEPTH = 48
 # Adding a score to a number this large gives the number back in any precision that has it.
 ABSORBS = 1e30

@@ -29,8 +29,6 @@ from ...graph.vocabulary import COPIES, SPREADS
 from .form import ENDS, Candidate, Form, form, unshifted
 from .trial import Trial
 
-__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
-
 LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 _LOSS = "a Fenchel-Young loss of entmax is one number a row; there is no operator for it"
 _OTHERS = {

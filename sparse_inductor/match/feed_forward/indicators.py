@@ -19,8 +19,6 @@ from ..chains.backward_walk import walk_back
 from ..chains.comparisons import unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 
-__all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
-
 # What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
 _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.

@@ -24,8 +24,6 @@ from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COPIES, PARTS, SHAPE_OPS
 from .block import Reading, activation
 
-__all__ = ["Others", "Statistic", "other_readers", "statistics"]
-
 _ADAPTERS = COPIES | {"mul", "div", "cast"}
 _LENGTH = 8  # steps of an adapter
 _PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}

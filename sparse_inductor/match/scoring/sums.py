@@ -18,8 +18,6 @@ from .contributions import Factor, OfRows, Weighted, check_shared
 from .scored import Scores
 from .weighted import gathered_among, preference, weighted
 
-__all__ = ["READERS"]
-
 Letters = Sequence[str]
 
 
