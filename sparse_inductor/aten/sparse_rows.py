@@ -110,7 +110,7 @@ def outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
     if looks_at(x) and not x.sum().isfinite():
         # 0 times what is not finite is NaN: the rows take part in the columns that they have no entry of, too.
         h = values.new_zeros(len(values), N)
-        column = torch.repeat_interleave(torch.arange(N), by.total.long())
+        column = torch.repeat_interleave(by.total.long())
         h[entry // values.shape[1], column] = values.reshape(-1)[entry]
         return h.t() @ x, h.sum(0)
     start, flat = by.start.long(), values.reshape(-1, 1)

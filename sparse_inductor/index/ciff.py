@@ -57,7 +57,7 @@ def write_ciff(
     )
     scale, parts = impacts_of(index, bits, scale)
     rows = Rows.join([*parts])
-    own = torch.repeat_interleave(torch.arange(rows.count, device="cpu"), rows.offsets.diff())
+    own = torch.repeat_interleave(rows.offsets.diff())
     lengths = torch.zeros(rows.count, dtype=torch.int64, device="cpu")
     lengths.index_add_(0, own, rows.weights.long())
     postings = Segment(rows.offsets, rows.terms.int(), rows.weights).postings(index.num_terms)

@@ -66,11 +66,7 @@ class Queries:
     def _spread(self, rows: Rows, device: torch.device) -> Tensor:
         rows = rows.to(device)
         out = torch.zeros(rows.count, self.num_terms, dtype=torch.float32, device=device)
-        row = torch.repeat_interleave(
-            torch.arange(rows.count, device=device),
-            rows.offsets.diff(),
-            output_size=rows.terms.numel(),
-        )
+        row = torch.repeat_interleave(rows.offsets.diff(), output_size=rows.terms.numel())
         out[row, rows.terms] = rows.weights
         return out
 

@@ -23,6 +23,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ..aten import compute_dtype
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
 from ._arguments import FLOATS, fits
@@ -169,7 +170,7 @@ def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
     finite = None
     if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
         finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
-    return lower(p, rows, aten.compute_dtype(x), finite)
+    return lower(p, rows, compute_dtype(x), finite)
 
 
 def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
@@ -344,7 +345,7 @@ def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dty
     values, _ = _fake(hidden, weight, bias, rows, steps, out_dtype, argmax)
     B, V = math.prod(hidden.shape[:-2]), weight.shape[0]
     winner = hidden.new_empty(B, V, dtype=winner_dtype)
-    peak = hidden.new_empty(B, V, dtype=aten.compute_dtype(hidden))
+    peak = hidden.new_empty(B, V, dtype=compute_dtype(hidden))
     p = plan(steps, argmax)
     asked = p.hoists and not p.exhaustive and len(rows) > 0
     return values, winner, peak, hidden.new_empty(B if asked else 0, dtype=torch.bool)
