@@ -111,11 +111,6 @@ def at_line(what: NearMiss | Check | Pending, because: str, times: str = "") -> 
     return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
 
 
-def place_of(what: Rewrite | Check | Density) -> tuple[str, str]:
-    """What tells which findings are about the same place."""
-    return what.pattern, what.location
-
-
 def rewrite_lines(
     rewrite: Rewrite, times: int, checks: Iterable[Check] = (), densities: Iterable[Density] = ()
 ) -> list[str]:
