@@ -26,7 +26,7 @@ def layouts(graph: fx.Graph) -> list[list[int] | None]:
 
 def keep_layouts(graph: fx.Graph, before: list[list[int] | None]) -> None:
     """Give the results of the graph the orders that they had."""
-    output = _output(graph)
+    output = graph.output_node()
     done: dict[fx.Node, fx.Node] = {}
     for node, order in zip(_results(graph), before, strict=True):
         if not isinstance(node, fx.Node) or order is None or node in done:
@@ -115,10 +115,6 @@ def _actual(node: fx.Node) -> Any:
     return moved if isinstance(moved, torch.Tensor) else moved(*node.args[1:])
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
-
-
 def _results(graph: fx.Graph) -> list[Any]:
-    found = _output(graph).args[0]
+    found = graph.output_node().args[0]
     return list(found) if isinstance(found, (tuple, list)) else [found]

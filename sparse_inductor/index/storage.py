@@ -97,13 +97,6 @@ class PendingFile:
             self._file.close()
 
 
-def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any
-) -> None:
-    """Write a file that appears only when it is complete; see `PendingFile`."""
-    PendingFile(path, tensors, kind, version, facts).commit()
-
-
 def _replaceable(target: Path) -> os.stat_result | None:
     """The file that will be replaced, if there is one.
 

@@ -26,14 +26,13 @@ from torch import Tensor
 from ..aten import compute_dtype
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
-from ._arguments import FLOATS, fits
+from ._arguments import FLOATS, fits, suit_kernels
 from ._dispatch import (
     as_autocast,
     autocast_off,
     call_below_autograd,
     define,
     first_order,
-    launches,
     outside_transforms,
     register,
 )
@@ -187,7 +186,7 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, eve
     lead, V = hidden.shape[:-2], weight.shape[0]
     x, flat_rows = _flat(hidden, rows)
     with autocast_off(hidden.device.type):
-        if not _has_kernels(x, V):
+        if not suit_kernels(x, weight):
             low = _lower(p, x, flat_rows)
             values, winner, peak = aten.forward(
                 x, weight, bias, flat_rows, low, out_dtype, winner_dtype, even
@@ -198,11 +197,6 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, eve
                 x, weight, bias, flat_rows, p, out_dtype, winner_dtype
             )
     return values.view(*lead, V), winner, peak, per_element
-
-
-def _has_kernels(x: Tensor, V: int) -> bool:
-    """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
-    return launches(x) and x.dtype != torch.float64 and x.numel() > 0 and V > 0
 
 
 def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, winner_dtype):
@@ -263,7 +257,7 @@ def _backward(
                 t.new_zeros(t.shape) if n and t is not None else None
                 for t, n in zip((x, weight, bias), needs)
             )
-        elif _has_kernels(x, weight.shape[0]):
+        elif suit_kernels(x, weight):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
             grads = aten.backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs, even)

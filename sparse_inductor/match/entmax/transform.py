@@ -309,7 +309,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     if not isinstance(body, fx.GraphModule):
         return None
     inner = GraphView(body.graph)
-    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    output = body.graph.output_node().args[0]
     result = output[0] if isinstance(output, (tuple, list)) else output
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):
