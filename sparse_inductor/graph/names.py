@@ -39,6 +39,14 @@ class Call:
         a, b = self["input"], self["other"]
         return (a, b), (b, a)
 
+    def ordered(self, negate: bool = False) -> tuple[Any, Any, bool]:
+        """(large, small, ties) of a comparison (with `negate` of its contrary): it holds where large is above small,
+        and where they are equal if `ties`."""
+        large, small = self["input"], self["other"]
+        if (self.name in ("lt", "le")) ^ negate:
+            large, small = small, large
+        return large, small, (self.name in ("ge", "le")) ^ negate
+
     @property
     def drops(self) -> bool:
         """Whether it is a dropout that is active, as it is unless the call says otherwise."""

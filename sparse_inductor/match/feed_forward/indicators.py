@@ -38,10 +38,7 @@ def indicator(
     call, negate = view.call(node), negate ^ negated
     if call is None or call.name not in COMPARISONS:
         raise NoMatch("the condition compares nothing", node)
-    large, small = call["input"], call["other"]
-    if (call.name in ("lt", "le")) ^ negate:
-        large, small = small, large
-    ties = (call.name in ("ge", "le")) ^ negate
+    large, small, ties = call.ordered(negate)
     steps = (Step("threshold", (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
     first: NoMatch | None = None
     for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):
