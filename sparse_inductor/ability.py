@@ -13,8 +13,6 @@ from importlib import metadata
 
 import torch
 
-__all__ = ["LEAST_CAPABILITY", "LEAST_TRITON", "unimportable", "unsupported_reason"]
-
 LEAST_TRITON = (3, 4)  # device-side tensor descriptors
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
 

@@ -15,8 +15,6 @@ from .graph.fakes import fake, tensors_in
 from .graph.view import label
 from .pattern import Match, Miss
 
-__all__ = ["unrewritable", "without_kernels"]
-
 log = logging.getLogger("sparse_inductor")
 
 _told: set[str] = set()  # warnings that have been logged

@@ -25,8 +25,6 @@ from .pattern import Pattern, registered
 from .reporting.console import print_table, print_text
 from .selection import SKIP_VARIABLE
 
-__all__ = ["Finding", "diagnose", "show", "status"]
-
 # The oldest and the newest version that the tests are run with; test_versions.py compares what else names them.
 TESTED_TORCH = ((2, 11), (2, 14))
 TESTED_TRITON = ((3, 6), (3, 9))

@@ -14,8 +14,6 @@ from typing import Any
 from . import __version__
 from .pattern import Pattern
 
-__all__ = ["fingerprint", "package_hash"]
-
 # Tuned tables and kernel sources decide what runs as much as the Python files do.
 SUFFIXES = frozenset({".py", ".json", ".cu", ".cpp", ".h"})
 

@@ -34,8 +34,6 @@ from .reporting.records import Report
 from .reporting.source import source_of
 from .snapshot import Snapshot
 
-__all__ = ["Applied", "GraphRun", "described", "failures", "near_miss"]
-
 log = logging.getLogger("sparse_inductor")
 
 STAGE = "pre_grad"

@@ -23,8 +23,6 @@ from .match.entmax import leaves
 from .pattern import Miss
 from .rehearsal import differentiating_fakes
 
-__all__ = ["joined_in_vain", "why_in_parts"]
-
 _OPERATORS = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
 log = logging.getLogger("sparse_inductor")

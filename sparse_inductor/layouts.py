@@ -15,22 +15,24 @@ from torch import fx
 
 from . import compat
 from .graph.fakes import fake, memory_order
+from .graph.indices import listed
 from .graph.vocabulary import COPIES, VIEWS
-
-__all__ = ["keep_apart", "keep_layouts", "layouts"]
 
 
 def layouts(graph: fx.Graph) -> list[list[int] | None]:
     """For each result of the graph the order of its dimensions in memory, outermost first; None where that is not
     known."""
-    return [memory_order(fake(n)) if isinstance(n, fx.Node) else None for n in _results(graph)]
+    return [
+        memory_order(fake(n)) if isinstance(n, fx.Node) else None
+        for n in listed(graph.output_node().args[0])
+    ]
 
 
 def keep_layouts(graph: fx.Graph, before: list[list[int] | None]) -> None:
     """Give the results of the graph the orders that they had."""
-    output = _output(graph)
+    output = graph.output_node()
     done: dict[fx.Node, fx.Node] = {}
-    for node, order in zip(_results(graph), before, strict=True):
+    for node, order in zip(listed(graph.output_node().args[0]), before, strict=True):
         if not isinstance(node, fx.Node) or order is None or node in done:
             continue
         now = memory_order(_actual(node))
@@ -63,7 +65,7 @@ def keep_apart(graph: fx.Graph) -> None:
     but for functions of a single tensor that is returned. The operators here have several in training, and one tensor
     in the place of two results would get the gradients of both.
     """
-    made = {_made_by(n) for n in _results(graph) if isinstance(n, fx.Node)}
+    made = {_made_by(n) for n in listed(graph.output_node().args[0]) if isinstance(n, fx.Node)}
     compile = compat.current_compile()
     number = Counter[Any]() if compile is None else _returned.setdefault(compile, Counter())
     for node in list(graph.nodes):
@@ -115,12 +117,3 @@ def _actual(node: fx.Node) -> Any:
         return fake(node)
     moved = getattr(_actual(node.args[0]), name)
     return moved if isinstance(moved, torch.Tensor) else moved(*node.args[1:])
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
-
-
-def _results(graph: fx.Graph) -> list[Any]:
-    found = _output(graph).args[0]
-    return list(found) if isinstance(found, (tuple, list)) else [found]

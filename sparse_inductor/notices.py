@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 
-__all__ = ["warn"]
-
 log = logging.getLogger("sparse_inductor")
 
 

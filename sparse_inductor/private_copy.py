@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["private_copy"]
-
 
 def private_copy(
     fn: Callable[..., Any], duplicate: Callable[[Any, dict[int, Any]], Any] = copy.deepcopy

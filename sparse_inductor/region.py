@@ -26,8 +26,6 @@ from . import compat
 from .graph.fakes import fake
 from .graph.names import canonical, trailing_inplace
 
-__all__ = ["CannotCut", "Subgraph", "Watch", "may_write"]
-
 Autocast = dict[str, tuple[bool, torch.dtype]]
 """Device type -> (whether autocast is on, its dtype)."""
 

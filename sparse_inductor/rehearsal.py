@@ -17,8 +17,6 @@ from . import compat
 from .graph.fakes import fake, tensors_in
 from .graph.names import is_operator
 
-__all__ = ["differentiating_fakes", "rehearse"]
-
 
 def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
     """Run the operators among the inserted nodes, given in graph order, forward and backward; raises what they raise.

@@ -17,8 +17,6 @@ from .reporting.findings import count_text
 from .reporting.records import report
 from .rewrite import Outcome, RewritePass
 
-__all__ = ["SKIP_VARIABLE", "Names", "Session", "StrictError"]
-
 DEFAULT_POLICY = "auto"
 SKIP_VARIABLE = "SPARSE_INDUCTOR_SKIP"
 

@@ -13,8 +13,6 @@ from torch import fx
 from . import compat
 from .compat.graph_pass import CustomGraphPass
 
-__all__ = ["Chain", "CustomGraphPass", "Slot", "passes_of", "slot_value"]
-
 
 class Chain(CustomGraphPass):
     """Several passes in a slot that takes one (torch 2.11)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import fx
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot:
     """The nodes of a graph with their order, arguments, users and metadata."""

@@ -26,9 +26,9 @@ from torch import fx
 from .graph.checks import without_outside_readers
 from .graph.emit import Emitter
 from .graph.names import canonical
-from .graph.no_match import NoMatch
+from .graph.no_match import Recogniser
 from .graph.values import matched_nodes
-from .graph.view import GraphView, Unknown, fake, label
+from .graph.view import GraphView, fake, label
 from .pattern import Example, Miss
 
 __all__ = ["Template"]
@@ -90,7 +90,7 @@ class TemplateMatch:
         self.anchor.replace_all_uses_with(new)
 
 
-class Template:
+class Template(Recogniser):
     """A pattern that replaces exactly what `search` computes by what `replacement` does.
 
     Args:
@@ -132,32 +132,24 @@ class Template:
                 raise TypeError(
                     f"template {name}: search calls {node.target}, which has no canonical name"
                 )
-        output = next(n for n in self.searched.nodes if n.op == "output").args[0]
+        output = self.searched.output_node().args[0]
         if output not in self._calls:
             raise TypeError(f"template {name}: search has to return the result of one operation")
         self._last: fx.Node = output
         self.anchors = frozenset({self._calls[output].name})
 
-    def match(self, node: fx.Node, view: GraphView) -> TemplateMatch | Miss | None:
+    def _match(self, node: fx.Node, view: GraphView) -> TemplateMatch | Miss | None:
         search = _Search(self._calls, view)
-        try:
-            found = next(search.node(self._last, node, {}), None)
-            if found is None:
-                return search.miss(self._last, node)
-            bindings = {
-                p.target: found[p]
-                for p in self.searched.nodes
-                if p.op == "placeholder" and p in found
-            }
-            mine = [found[n] for n in self._calls]
-            nodes = matched_nodes(view, mine)
-            if self._check is not None and (reason := self._check(**bindings)) is not None:
-                return Miss(reason, node)
-            return TemplateMatch(self, node, bindings, nodes)
-        except Unknown:
-            return None
-        except NoMatch as decline:
-            return decline.miss(node)
+        found = next(search.node(self._last, node, {}), None)
+        if found is None:
+            return search.miss(self._last, node)
+        bindings = {
+            p.target: found[p] for p in self.searched.nodes if p.op == "placeholder" and p in found
+        }
+        nodes = matched_nodes(view, [found[n] for n in self._calls])
+        if self._check is not None and (reason := self._check(**bindings)) is not None:
+            return Miss(reason, node)
+        return TemplateMatch(self, node, bindings, nodes)
 
     def resolve(
         self, matches: Sequence[TemplateMatch], view: GraphView

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["apart", "workers"]
-
 T = TypeVar("T")
 _forked = False
 

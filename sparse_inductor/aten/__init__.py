@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["looks_at"]
+__all__ = ["compute_dtype", "looks_at"]
+
+
+def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """fp64 if any input is, else fp32: half precisions are widened."""
+    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
 
 
 def looks_at(t: torch.Tensor) -> bool:

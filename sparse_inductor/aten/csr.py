@@ -8,8 +8,6 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["csr"]
-
 
 def csr(offsets: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
     """A sparse matrix [rows, columns]; nothing about its parts is checked."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from . import looks_at
 
-__all__ = ["PIECE", "Columns", "columns", "cut_up", "decode", "dots", "encode", "outer", "top"]
-
 # Elements of a chunk: 16 MiB of fp32, so that it stays in a last-level cache.
 _CHUNK = 1 << 22
 # Entries of a column that one program of a kernel sums; of more there are pieces of so many.
@@ -112,7 +110,7 @@ def outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
     if looks_at(x) and not x.sum().isfinite():
         # 0 times what is not finite is NaN: the rows take part in the columns that they have no entry of, too.
         h = values.new_zeros(len(values), N)
-        column = torch.repeat_interleave(torch.arange(N), by.total.long())
+        column = torch.repeat_interleave(by.total.long())
         h[entry // values.shape[1], column] = values.reshape(-1)[entry]
         return h.t() @ x, h.sum(0)
     start, flat = by.start.long(), values.reshape(-1, 1)

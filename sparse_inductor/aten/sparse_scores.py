@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import looks_at
+from . import compute_dtype, looks_at
 from .csr import csr
-
-__all__ = ["Documents", "blocks", "compute_dtype", "documents", "transposed"]
 
 BLOCK = 1 << 24  # scores at a time: 64 MiB of fp32, a few milliseconds of work
 _FEW = 8  # queries up to which a sparse product is faster than bags (measured, two cores)
@@ -32,12 +30,6 @@ class Documents:
     @property
     def count(self) -> int:
         return self.offsets.numel() - 1
-
-
-def compute_dtype(query: Tensor, values: Tensor) -> torch.dtype:
-    """fp32, or fp64 where either side is."""
-    wide = torch.float64 in (query.dtype, values.dtype)
-    return torch.float64 if wide else torch.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +179,7 @@ def transposed(docs: Documents, V: int) -> Documents:
     """The postings: row v holds the documents of term v."""
     ids = docs.terms.long()
     if looks_at(ids):
-        lengths = docs.offsets.diff()
-        rows = torch.repeat_interleave(
-            torch.arange(docs.count, device=ids.device), lengths, output_size=ids.numel()
-        )
+        rows = torch.repeat_interleave(docs.offsets.diff(), output_size=ids.numel())
     else:
         at = torch.arange(ids.numel(), device=ids.device)
         rows = torch.searchsorted(docs.offsets, at, right=True) - 1

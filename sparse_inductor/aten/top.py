@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["best_of", "keys_of", "keys_with_ids", "scores_and_ids"]
-
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
 

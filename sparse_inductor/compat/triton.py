@@ -15,18 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "KernelLaunch",
-    "LaunchSeen",
-    "headers",
-    "interprets",
-    "kernel_launch",
-    "kernel_parameters",
-    "launch_hooks_set",
-    "launches_seen",
-    "load",
-]
-
 LaunchSeen = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
 """Called after a launch with (compiled kernel, grid, stream, what its parameters were given, constants too)."""
 

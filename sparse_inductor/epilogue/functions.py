@@ -21,10 +21,6 @@ import torch.nn.functional as F
 
 from .. import compat
 
-__all__ = [
-    "DROPS_NAN", "FUNCTIONS", "POSITIVE", "REALS", "SCALAR", "Function", "Interval", "Scalar", "guarded",
-]  # fmt: skip
-
 _INF = math.inf
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _SQRT_PI = math.sqrt(math.pi)

@@ -24,8 +24,6 @@ from .functions import DROPS_NAN
 from .ranges import hoistable_suffix, prove, shared_bounds
 from .steps import ROW, Program, Step, apply, parse, scalar_steps
 
-__all__ = ["Lowered", "Plan", "lower", "plan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

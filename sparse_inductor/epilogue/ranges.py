@@ -18,10 +18,6 @@ from .. import compat
 from .functions import POSITIVE, REALS, SCALAR, Interval, guarded
 from .steps import ROW, Program, Step, scalar_steps
 
-__all__ = [
-    "BOUNDED_BELOW", "Proof", "hoistable_suffix", "prove", "shared_bounds", "steep", "undefined",
-]  # fmt: skip
-
 _INF = math.inf
 _TINY = 2.0**-24  # what is undefined at 0 is taken to be so up to here
 

@@ -16,8 +16,6 @@ from .functions import SCALAR
 from .ranges import BOUNDED_BELOW
 from .steps import ROW, Step, run
 
-__all__ = ["zero_threshold"]
-
 # The smallest normal fp32: a kernel that flushes denormals still tells it from 0.
 _TINY = 2.0**-126
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from ..reporting.graphs import GraphNode
 
-__all__ = ["Box", "draw", "fold", "subgraph"]
-
 CHARACTER = 7.0  # width of the title's characters at 12 px, in the widest of the fonts asked for
 SMALL = 6.1  # of the second line's at 10.5 px
 HEIGHT, GAP_X, GAP_Y, MARGIN = 38, 14, 26, 6

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,22 +19,12 @@ from ..pattern import Sparse
 from ..policy.profile import Site, counts_of
 from ..policy.worth import Policy
 from ..private_copy import private_copy
-from ..reporting.findings import Density, Pending, bytes_text
+from ..reporting.findings import Density, NearMiss, Pending, bytes_text
 from ..reporting.graphs import GraphNode, describe
-from ..reporting.records import AS_WRITTEN, Report
+from ..reporting.records import AS_WRITTEN, Report, found_of
 from ..reporting.source import source_at
 from ..rewrite import Applied, RewritePass
 from ..slots import slot_value
-
-__all__ = [
-    "Capture",
-    "ExplainedGraph",
-    "Explanation",
-    "GraphBreak",
-    "explain",
-    "explained",
-    "random_state_kept",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +89,16 @@ class Explanation:
             return
         report = self.report
         print_text(str(report).splitlines()[0], "bold")
-        checks = {(c.pattern, c.location): c for c in report.checks}
         rows, styles = [], []
         for rewrite in dict.fromkeys(report.rewrites):
-            check = checks.get((rewrite.pattern, rewrite.location))
+            checks, densities = found_of(report, rewrite)
+            check = checks[-1] if checks else None
             rows.append(
                 (
                     f"{rewrite.location}\n{rewrite.source}",
                     f"{', '.join(rewrite.replaced)}\n-> {rewrite.op}",
                     bytes_text(rewrite.bytes_saved) if rewrite.bytes_saved else "",
-                    "\n".join(
-                        str(d)
-                        for d in dict.fromkeys(report.densities)
-                        if (d.pattern, d.location) == (rewrite.pattern, rewrite.location)
-                    ),
+                    "\n".join(map(str, dict.fromkeys(densities))),
                     check.detail if check else "not run: explain(..., verify=True)",
                 )
             )
@@ -120,18 +106,16 @@ class Explanation:
         if rows:
             headers = ("where", "replaced", "saved for backward", "active", "checked")
             print_table(headers, rows, "rewritten", styles)
-        waiting = [
-            (p.pattern, f"{p.location}\n{p.source}", p.reason)
-            for p in dict.fromkeys(report.pending)
-        ]
-        if waiting:
-            print_table(("pattern", "where", "because"), waiting, AS_WRITTEN)
-        missed = [
-            (m.pattern, f"{m.location}\n{m.source}", m.reason)
-            for m in dict.fromkeys(report.near_misses)
-        ]
-        if missed:
-            print_table(("pattern", "where", "because"), missed, "not rewritten, but nearly")
+        as_they_are: tuple[tuple[Sequence[Pending | NearMiss], str], ...] = (
+            (report.pending, AS_WRITTEN),
+            (report.near_misses, "not rewritten, but nearly"),
+        )
+        for found, title in as_they_are:
+            left = [
+                (f.pattern, f"{f.location}\n{f.source}", f.reason) for f in dict.fromkeys(found)
+            ]
+            if left:
+                print_table(("pattern", "where", "because"), left, title)
         breaks = [
             (f"{b.location}\n{b.source}", (b.reason.splitlines() or [""])[0])
             for b in self.graph_breaks
@@ -139,9 +123,9 @@ class Explanation:
         if breaks:
             title = "graph breaks: no rewrite reaches across them"
             print_table(("where", "because"), breaks, title)
-        changed = [g.short_diff for g in self.graphs if g.short_diff]
-        for text in changed:
-            print_diff(text)
+        for graph in self.graphs:
+            if graph.short_diff:
+                print_diff(graph.short_diff)
 
     def to_html(self, title: str = "explain") -> str:
         """A page that needs nothing else: rewrites in your source, drawings, near misses, the graphs."""

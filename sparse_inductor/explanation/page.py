@@ -14,14 +14,13 @@ import torch
 from .. import __version__
 from ..reporting.findings import NearMiss, Rewrite, bytes_text, tensor_text
 from ..reporting.graphs import GraphNode
+from ..reporting.records import found_of
 from ..reporting.source import Source
 from ..rewrite import Applied
 from .drawing import draw, fold, subgraph
 
 if TYPE_CHECKING:
     from .explain import ExplainedGraph, Explanation
-
-__all__ = ["render"]
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 AROUND = 2  # lines of source before and after a marked one
@@ -72,21 +71,11 @@ def _rewrites(explanation: Explanation) -> Iterator[dict[str, Any]]:
             else:
                 cards[rewrite] = {"times": 1, **_card(applied, graph)}
     for rewrite, card in cards.items():
-        checks = [
-            c
-            for c in explanation.report.checks
-            if (c.pattern, c.location) == (rewrite.pattern, rewrite.location)
-        ]
-        wrong = any(c.verdict == "differs" for c in checks)
-        densities = [
-            d
-            for d in explanation.report.densities
-            if (d.pattern, d.location) == (rewrite.pattern, rewrite.location)
-        ]
+        checks, densities = found_of(explanation.report, rewrite)
         yield {
             **card,
             "checks": list(dict.fromkeys(checks)),
-            "wrong": wrong,
+            "wrong": any(c.verdict == "differs" for c in checks),
             "densities": list(dict.fromkeys(densities)),
         }
 

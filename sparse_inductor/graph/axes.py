@@ -22,8 +22,6 @@ from .values import rounds
 from .view import GraphView, label
 from .vocabulary import COPIES, VIEWS
 
-__all__ = ["Atom", "Axis", "Placed", "above", "before", "beside", "flat", "fresh", "originals"]
-
 
 class Atom:
     """One axis, or what turned out to be several."""

@@ -15,8 +15,6 @@ from .no_match import NoMatch
 from .scalars import number
 from .view import GraphView
 
-__all__ = ["Normalised", "normalised"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Normalised:

@@ -19,19 +19,6 @@ from .no_match import NoMatch
 from .view import GraphView, fake, label
 from .vocabulary import SHAPE_OPS
 
-__all__ = [
-    "check_device",
-    "check_followed",
-    "check_match",
-    "check_operands",
-    "only_read_by",
-    "outside_no_grad",
-    "outside_readers",
-    "result_of",
-    "unsound",
-    "without_outside_readers",
-]
-
 _DEVICES = ("cpu", "cuda")
 _ACCUMULATIONS = frozenset(
     "index_add scatter scatter_add scatter_reduce index_put embedding_bag".split()

@@ -12,17 +12,9 @@ from typing import Any
 
 from torch import fx
 
+from .indices import listed
 from .names import Call
 from .view import GraphView, same_size
-
-__all__ = [
-    "PRODUCTS",
-    "Contraction",
-    "Operand",
-    "all_lettered",
-    "contraction",
-    "lettered",
-]
 
 Letters = tuple[str | None, ...]
 
@@ -170,7 +162,7 @@ def _conv(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     sizes = view.shape(w)[2:]
 
     def every(value: Any, *accepted: Any) -> bool:
-        return all(v in accepted for v in (value if isinstance(value, (tuple, list)) else [value]))
+        return all(v in accepted for v in listed(value))
 
     plain = every(call.get("stride", 1), 1) and every(call.get("padding", 0), 0, "valid", "same")
     if not plain or call.get("groups", 1) != 1 or not all(same_size(s, 1) for s in sizes):
@@ -210,7 +202,7 @@ def _tensordot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None
         dims = [*range(-dims, 0)], [*range(dims)]
     if not isinstance(dims, (tuple, list)) or len(dims) != 2:
         return None
-    first, second = (list(d) if isinstance(d, (tuple, list)) else [d] for d in dims)
+    first, second = map(listed, dims)
     if not all(isinstance(d, int) for d in (*first, *second)):
         return None
     return _over(view, node, a, b, first, second)
@@ -285,7 +277,7 @@ def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction 
     dim = call.get("dim")
     if inner is None or inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
         return None
-    dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    dims = listed(dim)
     if len(dims) != 1 or not isinstance(dims[0], int):
         return None
     x, y = inner["input"], inner["other"]

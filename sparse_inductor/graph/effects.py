@@ -22,8 +22,6 @@ from .fakes import attribute, fake, same_size, same_sizes, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 from .vocabulary import COPIES
 
-__all__ = ["Effects", "gives_memory", "made_of", "same_geometry", "storages", "written"]
-
 _UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _GIVEN = ("placeholder", "get_attr")

@@ -14,8 +14,6 @@ from .. import compat
 from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
 from .view import GraphView
 
-__all__ = ["Emitter", "made_again"]
-
 _MADE_AGAIN = 8
 
 

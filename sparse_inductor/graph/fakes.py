@@ -13,23 +13,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import compat
 
-__all__ = [
-    "attribute",
-    "bounds",
-    "bytes_of",
-    "complete",
-    "evaluated",
-    "expected",
-    "expected_elements",
-    "fake",
-    "memory_order",
-    "require_grad",
-    "same_size",
-    "same_sizes",
-    "static_size",
-    "tensors_in",
-]
-
 
 def fake(node: Any) -> Any:
     """The fake value of a node (tensor, tuple, SymInt ...), or None."""

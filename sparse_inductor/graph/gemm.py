@@ -26,8 +26,6 @@ from .values import only_along, uniform
 from .view import GraphView, fake, same_sizes
 from .vocabulary import COPIES, SPREADS
 
-__all__ = ["Linear", "added", "entry_of_stack", "linears", "summed_over_processes"]
-
 Make = Callable[[Emitter], fx.Node]
 
 

@@ -1,10 +1,18 @@
-"""Items of an index, as `x[...]` takes it."""
+"""Items of an index, as `x[...]` takes it, and of arguments that may be one item or several."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["expanded_index", "is_full", "items_of", "only_new_axes", "only_slices"]
+
+def listed(x: Any) -> list[Any]:
+    """The items of a tuple or list; anything else is the only item."""
+    return list(x) if isinstance(x, (tuple, list)) else [x]
+
+
+def sole(x: Any) -> Any:
+    """The item of a tuple or list of one; anything else as it is."""
+    return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
 
 
 def items_of(index: Any) -> tuple[Any, ...]:

@@ -18,17 +18,6 @@ from .. import compat
 from .fakes import fake
 from .view import GraphView
 
-__all__ = [
-    "is_distributed",
-    "local_part",
-    "redistributed",
-    "settled",
-    "shared_bias",
-    "spread_alike",
-    "spread_by_row",
-    "summand",
-]
-
 
 def is_distributed(t: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor."""

@@ -18,17 +18,6 @@ from .. import compat
 from ..epilogue.functions import FUNCTIONS
 from .fakes import fake
 
-__all__ = [
-    "INPLACE_OPERATORS",
-    "Call",
-    "canonical",
-    "is_operator",
-    "is_plain",
-    "name_of",
-    "stored",
-    "trailing_inplace",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -49,6 +38,14 @@ class Call:
         """Its two operands, and the other way round."""
         a, b = self["input"], self["other"]
         return (a, b), (b, a)
+
+    def ordered(self, negate: bool = False) -> tuple[Any, Any, bool]:
+        """(large, small, ties) of a comparison (with `negate` of its contrary): it holds where large is above small,
+        and where they are equal if `ties`."""
+        large, small = self["input"], self["other"]
+        if (self.name in ("lt", "le")) ^ negate:
+            large, small = small, large
+        return large, small, (self.name in ("ge", "le")) ^ negate
 
     @property
     def drops(self) -> bool:

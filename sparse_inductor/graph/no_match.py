@@ -10,8 +10,6 @@ from torch import fx
 from ..pattern import Example, Miss
 from .view import GraphView, Unknown
 
-__all__ = ["NoMatch", "Recogniser"]
-
 
 class NoMatch(Exception):
     """The walk cannot go on: `reason` in the user's terms, `node` the line to blame."""

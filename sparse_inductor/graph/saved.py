@@ -23,8 +23,6 @@ from .fakes import fake, memory_order, require_grad, tensors_in
 from .names import is_operator
 from .view import GraphView
 
-__all__ = ["copying_what_is_written", "for_the_caller"]
-
 SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
 

@@ -14,8 +14,6 @@ from .names import Call
 from .no_match import NoMatch
 from .view import GraphView
 
-__all__ = ["RECTIFIERS", "constant_factor", "number", "scalar_steps"]
-
 # A power above 1 of any of them has the gradient 0 at 0.
 RECTIFIERS = (
     Step("relu"),

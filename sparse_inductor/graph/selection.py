@@ -15,9 +15,6 @@ from .indices import items_of
 from .names import Call
 from .view import GraphView
 
-__all__ = ["SELECTIONS", "Assigned", "Selection", "full_mask", "selections", "trailing_mask"]
-
-
 SELECTIONS = frozenset("where masked_fill setitem index_put index_fill".split())
 
 

@@ -16,22 +16,11 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .indices import expanded_index
+from .indices import expanded_index, listed
 from .names import Call
 from .no_match import NoMatch
 from .view import GraphView, fake, same_size, same_sizes, static_size
 from .vocabulary import COPIES, PARTS, REGROUPS
-
-__all__ = [
-    "Combined",
-    "Move",
-    "entry_of_axis",
-    "kept_axis",
-    "move",
-    "order_of",
-    "part_of_axis",
-    "undone",
-]
 
 
 class Combined(NoMatch):
@@ -214,8 +203,8 @@ def order_of(call: Call, n: int) -> list[int] | None:
             return order
         case "movedim":
             source, target = call["source"], call["destination"]
-            source = [s % n for s in (source if isinstance(source, (tuple, list)) else [source])]
-            target = [t % n for t in (target if isinstance(target, (tuple, list)) else [target])]
+            source = [s % n for s in listed(source)]
+            target = [t % n for t in listed(target)]
             rest = iter(d for d in order if d not in source)
             placed = dict(zip(target, source))
             return [placed[p] if p in placed else next(rest) for p in range(n)]
@@ -334,14 +323,9 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             return _index(node, before, [*[slice(None)] * at, None, *[slice(None)] * (n - at)], v)
         case "squeeze":
             dims = call.get("dim")
-            if dims is None:
-                return _squeeze(node, before, [d for d in range(n) if same_size(before[d], 1)], v)
-            return _squeeze(
-                node,
-                before,
-                [d % n for d in (dims if isinstance(dims, (tuple, list)) else [dims])],
-                v,
-            )
+            units = [d for d in range(n) if same_size(before[d], 1)]
+            dims = units if dims is None else [d % n for d in listed(dims)]
+            return _squeeze(node, before, dims, v)
         case "view":
             return _view(node, call.get("shape", ()), before, after, v)
         case "view_as":

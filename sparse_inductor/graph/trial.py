@@ -18,8 +18,6 @@ from .fakes import attribute, fake, same_size, static_size
 from .names import stored
 from .view import GraphView
 
-__all__ = ["Region", "Untestable", "region", "run"]
-
 _MAX_NODES = 4000  # a bisection of 60 steps has about 600
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial dropout uniform "

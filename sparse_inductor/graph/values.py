@@ -15,21 +15,6 @@ from .indices import expanded_index, only_slices
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS
 
-__all__ = [
-    "Progression",
-    "counting",
-    "drowns",
-    "extreme",
-    "integer",
-    "is_parameter",
-    "matched_nodes",
-    "not_negative",
-    "only_along",
-    "progression",
-    "rounds",
-    "uniform",
-]
-
 _OF_A_PARAMETER = VIEWS | COPIES | {"cast", "detach", "mul"}
 
 

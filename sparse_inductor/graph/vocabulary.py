@@ -6,10 +6,6 @@ copy or view is a name in one of these sets, and every family follows it.
 
 from __future__ import annotations
 
-__all__ = [
-    "COMPARISONS", "COPIES", "NEGATIONS", "PARTS", "PICKS", "REGROUPS", "REORDERS", "SHAPE_OPS", "SPREADS", "VIEWS",
-]  # fmt: skip
-
 # The argument's own values in its dtype, with its gradient.
 COPIES = frozenset("contiguous clone alias lift_fresh positive".split())
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .segment import Segment
     from .sparse_index import SparseIndex
 
-__all__ = ["all_scores", "barred_in", "candidate_scores", "in_blocks", "page", "search"]
-
 
 def search(
     index: SparseIndex, given: Queries, k: int, allow: Any, deny: Any

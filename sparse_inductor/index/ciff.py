@@ -18,8 +18,6 @@ from .segment import Postings, Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
 
-__all__ = ["read_ciff", "write_ciff"]
-
 # Tags: field 4 of a list, fields 1 and 2 of a posting
 _POSTING, _DOCUMENT, _IMPACT = 0x22, 0x08, 0x10
 
@@ -59,7 +57,7 @@ def write_ciff(
     )
     scale, parts = impacts_of(index, bits, scale)
     rows = Rows.join([*parts])
-    own = torch.repeat_interleave(torch.arange(rows.count, device="cpu"), rows.offsets.diff())
+    own = torch.repeat_interleave(rows.offsets.diff())
     lengths = torch.zeros(rows.count, dtype=torch.int64, device="cpu")
     lengths.index_add_(0, own, rows.weights.long())
     postings = Segment(rows.offsets, rows.terms.int(), rows.weights).postings(index.num_terms)

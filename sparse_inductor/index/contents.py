@@ -15,8 +15,6 @@ from . import segment
 from .segment import Segment
 from .sources import Rows
 
-__all__ = ["Contents", "own_settings", "segments_of"]
-
 # A segment is merged with the one before it where that is no larger than this many times its size. Documents that come
 # one at a time are then in a number of segments that grows with the logarithm of their number, and each is merged that
 # often.

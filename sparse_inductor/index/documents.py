@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .sources import from_array
 
-__all__ = ["as_count", "as_int", "as_tensor", "candidate_ids", "document_ids", "marked"]
-
 
 def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor:
     """int64 ids below `count` of documents that are named by their ids or by a boolean mask.
@@ -71,14 +69,17 @@ def as_tensor(documents: Any) -> Tensor | None:
     return torch.as_tensor(documents, device="cpu")
 
 
+def is_mask(documents: Any) -> bool:
+    """Whether documents are named by a boolean mask, and not by their ids."""
+    booleans = torch.bool, np.bool_
+    return isinstance(documents, (Tensor, np.ndarray)) and documents.dtype in booleans
+
+
 def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
     """A mask of the documents that an argument of `search` names, [N] or [B, N]; like: [N], or [B, N] if another
     argument had a row for each query."""
     count = like.shape[-1]
-    if not isinstance(documents, (Tensor, np.ndarray)) or documents.dtype not in (
-        torch.bool,
-        np.bool_,
-    ):
+    if not is_mask(documents):
         marks = torch.zeros(count, dtype=torch.bool, device=like.device)
         return marks.scatter_(0, document_ids(documents, count).to(like.device), True)
     mask = (documents if isinstance(documents, Tensor) else from_array(documents)).to(like.device)

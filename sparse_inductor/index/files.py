@@ -14,8 +14,6 @@ from .contents import Contents
 from .progress import Progress
 from .segment import WEIGHTS, Segment, checked_kind, term_dtype
 
-__all__ = ["contents", "pending"]
-
 _KIND = "sparse_inductor.SparseIndex"
 _VERSION = 1
 

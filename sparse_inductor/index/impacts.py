@@ -18,17 +18,6 @@ import torch
 from .sources import Rows
 from .sparse_index import SparseIndex
 
-__all__ = [
-    "FilePath",
-    "Imported",
-    "ids_of",
-    "impacts_of",
-    "labels_of",
-    "read_impacts",
-    "replacing",
-    "write_impacts",
-]
-
 FilePath = str | os.PathLike[str]
 _BITS = 24  # of an impact: fp32 holds it
 

@@ -20,8 +20,6 @@ from .contents import own_settings
 from .sparse_index import SparseIndex
 from .storage import IndexFileError
 
-__all__ = ["NamedIndex"]
-
 Found = list[tuple[str, float]]
 
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Progress"]
-
 _STEP = 1 << 17  # documents after which a line says so
 
 

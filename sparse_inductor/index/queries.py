@@ -24,8 +24,6 @@ from .sources import (
     to_dense,
 )
 
-__all__ = ["Queries", "queries_of"]
-
 # Dense weights made at a time of queries given sparsely. A GPU wants more of them in a launch.
 _CPU_BYTES = 16 << 20
 _GPU_BYTES = 256 << 20
@@ -68,11 +66,7 @@ class Queries:
     def _spread(self, rows: Rows, device: torch.device) -> Tensor:
         rows = rows.to(device)
         out = torch.zeros(rows.count, self.num_terms, dtype=torch.float32, device=device)
-        row = torch.repeat_interleave(
-            torch.arange(rows.count, device=device),
-            rows.offsets.diff(),
-            output_size=rows.terms.numel(),
-        )
+        row = torch.repeat_interleave(rows.offsets.diff(), output_size=rows.terms.numel())
         out[row, rows.terms] = rows.weights
         return out
 

@@ -17,8 +17,6 @@ try:
 except ImportError:  # sorting with torch then, some five times slower
     scipy_sparse = None
 
-__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment", "checked_kind", "term_dtype"]
-
 # Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting
 # lists go by; and it is 16 of the chunks that the GPU kernels work on.
 CAPACITY = 1 << 17
@@ -172,12 +170,10 @@ class Segment:
                 torch.from_numpy(a) for a in (columns.indptr, columns.indices, columns.data)
             )
             return Postings(offsets.long(), docs.int(), weights)
-        rows_ = torch.repeat_interleave(
-            torch.arange(self.count, dtype=torch.int32, device="cpu"), self.offsets.diff()
-        )
+        docs = torch.repeat_interleave(self.offsets.diff()).int()
         ordered, order = torch.sort(self.term_ids(), stable=True)
         offsets = torch.searchsorted(ordered, torch.arange(num_terms + 1, device="cpu"))
-        return Postings(offsets, rows_[order], values[order])
+        return Postings(offsets, docs[order], values[order])
 
 
 def checked_kind(num_terms: Any, weights: str) -> tuple[int, str]:

@@ -18,11 +18,9 @@ from sparse_inductor.ops._merge import keys, merged
 
 from . import files
 from .answers import page
-from .documents import as_count, document_ids
+from .documents import as_count, document_ids, is_mask
 from .sparse_index import SparseIndex
 from .storage import PendingFile
-
-__all__ = ["ShardedIndex"]
 
 T = TypeVar("T")
 
@@ -104,10 +102,7 @@ class ShardedIndex(nn.Module):
         """A filter of `search`, of this process's documents."""
         if documents is None:
             return None
-        if isinstance(documents, (Tensor, np.ndarray)) and documents.dtype in (
-            torch.bool,
-            np.bool_,
-        ):
+        if is_mask(documents):
             if documents.shape[-1] > self._total:
                 raise IndexError(
                     f"a mask of {documents.shape[-1]} documents, but there are {self._total}"

@@ -17,20 +17,6 @@ from torch import Tensor
 
 from .. import compat
 
-__all__ = [
-    "Entries",
-    "Rows",
-    "as_ids",
-    "as_weights",
-    "check_offsets",
-    "collection_of",
-    "entries_of",
-    "entries_of_all",
-    "from_array",
-    "merged",
-    "to_dense",
-]
-
 _LISTS = 4096  # documents given one by one that are checked together
 _BLOCK = 1 << 17  # documents of a matrix that are checked together
 
@@ -204,8 +190,7 @@ def _entries_of_tensor(t: Tensor) -> Entries:
         row, terms = (None, index[0]) if t.dim() == 1 else index
     elif t.layout == torch.sparse_csc:
         row, weights = t.row_indices(), t.values()
-        columns = torch.arange(width, device=row.device)
-        terms = torch.repeat_interleave(columns, t.ccol_indices().diff(), output_size=row.numel())
+        terms = torch.repeat_interleave(t.ccol_indices().diff(), output_size=row.numel())
     else:
         dense = to_dense(t)
         there = (
@@ -428,9 +413,7 @@ def merged(entries: Entries, num_terms: int) -> Rows:
         own = weights.to(torch.float32, copy=True)
         if bool(own.all()):
             return Rows(offsets.clone(), terms.clone(), own)
-    rows = torch.repeat_interleave(
-        torch.arange(entries.count, device=terms.device), offsets.diff(), output_size=terms.numel()
-    )
+    rows = torch.repeat_interleave(offsets.diff(), output_size=terms.numel())
     keys = rows * num_terms + terms
     if terms.numel() > 1 and not bool((keys[1:] > keys[:-1]).all()):
         keys, order = torch.sort(keys, stable=True)

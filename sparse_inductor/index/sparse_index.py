@@ -23,8 +23,6 @@ from .queries import queries_of
 from .segment import Segment, checked_kind
 from .sources import Rows, collection_of
 
-__all__ = ["SparseIndex"]
-
 
 class SparseIndex(nn.Module):
     """A collection of sparse documents that can be scored and searched exactly, on a CPU or a GPU.

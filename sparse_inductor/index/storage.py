@@ -29,8 +29,6 @@ try:
 except ImportError:  # no file locks: files that a killed process left behind stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["IndexFileError", "PendingFile", "read", "write"]
-
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -97,13 +95,6 @@ class PendingFile:
         self._part.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a full disk says so again when buffers are written out
             self._file.close()
-
-
-def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any
-) -> None:
-    """Write a file that appears only when it is complete; see `PendingFile`."""
-    PendingFile(path, tensors, kind, version, facts).commit()
 
 
 def _replaceable(target: Path) -> os.stat_result | None:

@@ -20,8 +20,6 @@ from .queries import queries_of
 from .segment import Segment
 from .sparse_index import SparseIndex
 
-__all__ = ["StreamedIndex"]
-
 _ALIGNED = 512  # bytes to which each tensor begins in a part
 
 

@@ -10,17 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "FLOATS",
-    "IMPACTS",
-    "INTEGERS",
-    "as_rows",
-    "check_floats",
-    "differ",
-    "fits",
-    "known",
-    "same",
-]
+from ..layers import launches
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
@@ -56,6 +46,11 @@ def check_floats(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> N
             raise TypeError(f"{other} must have the dtype of {name}, {x.dtype}, got {t.dtype}")
         if t is not None and t.device != x.device:
             raise ValueError(f"{other} is on {t.device}, {name} on {x.device}")
+
+
+def suit_kernels(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether the Triton kernels take these operands: fp64 and what is empty goes the ATen way on any device."""
+    return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
 
 
 def differ(a: object, b: object) -> bool:

@@ -22,8 +22,6 @@ from .index_search import search_cuda
 if TYPE_CHECKING:
     from ..kernels.common.replay import Site
 
-__all__ = ["CheckedIndex", "Documents", "Found", "Search"]
-
 TILE = 1024
 """Words of a checksum's tile, for each half of which there are two keys."""
 

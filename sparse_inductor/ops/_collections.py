@@ -26,16 +26,6 @@ from ..policy.break_even import look_up
 from ..reporting.findings import bytes_text, count_text
 from ._checked_index import CheckedIndex, Documents, Found, Search
 
-__all__ = [
-    "MEMORY_VARIABLE",
-    "Collection",
-    "Unrest",
-    "collection_of",
-    "collections",
-    "forget",
-    "unrest_of",
-]
-
 log = logging.getLogger("sparse_inductor")
 
 MEMORY_VARIABLE = "SPARSE_INDUCTOR_INDEX_MEMORY"

@@ -31,8 +31,6 @@ from ._dispatch import (
     untracked,
 )
 
-__all__ = ["install", "site"]
-
 
 @functools.cache
 def install() -> None:

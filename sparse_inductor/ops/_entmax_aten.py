@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "compute_dtype", "forward"]
+from ..aten import compute_dtype
 
 # Entries of a chunk: what the passes over it touch, two buffers in fp32, is about a core's share of the outer caches.
 _CPU_CHUNK = 1 << 18
@@ -39,12 +39,6 @@ _FAST_STEPS = 16
 _GUARDED_STEPS = 120
 
 Alpha: TypeAlias = float | Tensor
-
-
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """fp64 if any input is, else fp32: half precisions are widened."""
-    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 def chunk_size(device: torch.device) -> int:

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..aten import compute_dtype
 from . import _entmax_aten as rows
-
-__all__ = ["Terms", "backward", "forward", "saved_dtype"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +51,14 @@ class _Chunk:
 
 
 def saved_dtype(q: Tensor, k: Tensor, v: Tensor, t: Terms) -> torch.dtype:
-    return rows.y_dtype(rows.compute_dtype(q, k, v, t.bias), t.alpha)
+    return rows.y_dtype(compute_dtype(q, k, v, t.bias), t.alpha)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, t: Terms, undefined: str = ""
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, Lq, Dv] in the dtype of q, y [B, H, Lq]: the largest probability of each row)."""
-    dt = rows.compute_dtype(q, k, v, t.bias)
+    dt = compute_dtype(q, k, v, t.bias)
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     y = q.new_ones(q.shape[:3], dtype=saved_dtype(q, k, v, t))
     groups = k.shape[1]
@@ -81,7 +80,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, t: Terms, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of q, k, v, bias and alpha, each in its input's dtype, or None; y of `forward`, if it is known."""
-    dt = rows.compute_dtype(q, k, v, t.bias)
+    dt = compute_dtype(q, k, v, t.bias)
     inputs = (q, k, v, t.bias, t.alpha if isinstance(t.alpha, Tensor) else None)
     grads = [
         torch.zeros_like(x, dtype=dt, memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..aten import looks_at
+from ..aten import compute_dtype, looks_at
 from ..aten.csr import csr
 from ..epilogue.plan import Lowered, Plan
 from ..epilogue.steps import Program, apply, dual, dual_parts, run
@@ -24,15 +24,6 @@ _COLUMNS = 512
 _DENSE = 1 << 24
 # Where gradients go that are divided among several positions: b, v, s and the gradient of the logit there.
 Shares = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """fp64 if any input is, else fp32: half precisions are widened before the product."""
-    return (
-        torch.float64
-        if any(t is not None and t.dtype == torch.float64 for t in tensors)
-        else torch.float32
-    )
 
 
 def forward(

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..aten.top import keys_with_ids, scores_and_ids
 from ..layers import Operator, has_kernels, launches
 
-__all__ = ["keys", "merged"]
-
 _NONE = torch.iinfo(torch.int64).min  # the key of no document
 
 

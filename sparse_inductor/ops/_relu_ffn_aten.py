@@ -18,8 +18,6 @@ from torch import Tensor
 from ..aten import looks_at
 from ..epilogue.steps import Program, dual_parts, run
 
-__all__ = ["Block", "Packed", "backward", "forward"]
-
 # Elements of a chunk of hidden activations: 16 MiB of fp32, so that a chunk stays in a last-level cache.
 _CHUNK = 1 << 22
 # Rows of a decoding step, and the share of neurons active in any of them, up to which gathering their weights is

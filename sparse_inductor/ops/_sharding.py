@@ -17,8 +17,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["Rule", "dims", "share", "whole"]
-
 # A letter for each dimension, "" for one that is never spread; several where a dimension of something opaque (saved by
 # the forward for its own backward) is taken as spread over each of them.
 Dims = tuple[str, ...]

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..aten import looks_at
 
-__all__ = ["matmul", "outer"]
-
 # Elements for each one that is not zero, from which on bags are faster than a dense product (fp32, AMD EPYC).
 _SPARSE = 32
 

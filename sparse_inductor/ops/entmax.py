@@ -26,8 +26,6 @@ from ._dispatch import (
 )
 from ._sharding import Rule, dims
 
-__all__ = ["entmax"]
-
 # What becomes of a row whose maximum is no number, on a CPU: '' has zeros for one of -inf, and NaN for others; 'nan'
 # NaN for all of them; 'refused' raises, as indexing with what a sort of such a row gives does. 'nan absorbed' and
 # 'refused absorbed' do so, too, with a maximum so large that 1 less is the same. With any but '' no row is empty.

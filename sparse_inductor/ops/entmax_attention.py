@@ -34,8 +34,6 @@ from ._dispatch import (
 from ._sharding import Dims, Rule, dims
 from .entmax import UNDEFINED, check_alpha
 
-__all__ = ["entmax_attention"]
-
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alpha, Tensor? query_lengths,"
     " Tensor? key_lengths"

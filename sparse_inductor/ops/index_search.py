@@ -28,8 +28,6 @@ from ._dispatch import define, register_on_gpu
 if TYPE_CHECKING:
     from ..kernels.sparse_scores.cpu import Segments
 
-__all__ = ["Searched", "enrol", "search_cuda"]
-
 _lib = define(
     "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor barred, SymInt k) -> (Tensor, Tensor)",
 )

@@ -44,8 +44,6 @@ from ._dispatch import (
 )
 from ._sharding import Dims, Rule, dims
 
-__all__ = ["capacity", "relu_ffn"]
-
 _INPUTS = (
     "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
     " str gate_steps, str up_steps, bool stats"

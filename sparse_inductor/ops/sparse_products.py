@@ -26,19 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sparse_products_aten as aten
-from ._arguments import as_rows, check_floats, differ, same, turned_as
+from ._arguments import as_rows, check_floats, differ, same, suit_kernels, turned_as
 from ._dispatch import (
     as_autocast,
     autocast_off,
     define,
     first_order,
-    launches,
     outside_transforms,
     register,
 )
 from ._sharding import Rule, dims, whole
-
-__all__ = ["sparse_gradient_linear", "sparse_product"]
 
 _lib = define(
     "sparse_product(Tensor f, Tensor weight, Tensor? bias) -> Tensor",
@@ -92,15 +89,9 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: in
     check_floats(name, x, weight=weight, bias=bias)
 
 
-def _has_kernels(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels take this: fp64 and what is empty goes the ATen way on any device."""
-    first = tensors[0]
-    return launches(first) and first.dtype != torch.float64 and all(t.numel() for t in tensors)
-
-
 def _matmul(h, weight):
     with autocast_off(h.device.type):
-        if not _has_kernels(h, weight):
+        if not suit_kernels(h, weight):
             return aten.matmul(h, weight)
         from ..kernels.sparse_rows import products as kernel
 
@@ -109,7 +100,7 @@ def _matmul(h, weight):
 
 def _outer_sum(h, x):
     with autocast_off(h.device.type):
-        if not _has_kernels(h, x):
+        if not suit_kernels(h, x):
             return aten.outer(h, x)
         from ..kernels.sparse_rows import products as kernel
 

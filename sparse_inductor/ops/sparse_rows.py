@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from ..aten import sparse_rows as aten
-from ._arguments import INTEGERS, as_rows, check_floats, differ, is_turned, known, same
+from ._arguments import (
+    INTEGERS,
+    as_rows,
+    check_floats,
+    differ,
+    is_turned,
+    known,
+    same,
+    suit_kernels,
+)
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -36,8 +45,6 @@ from ._dispatch import (
     register,
 )
 from ._sharding import Dims, Rule, dims, whole
-
-__all__ = ["sparse_decode", "topk_encode"]
 
 _lib = define(
     "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered, Tensor? shift)"
@@ -138,42 +145,36 @@ def _check_decode(values, indices, weight, bias) -> None:
     check_floats("values", values, weight=weight, bias=bias)
 
 
-def _has_kernels(x: Tensor, *others: Tensor) -> bool:
-    """Whether the Triton kernels take this: fp64 and what is empty goes the ATen way on any device."""
-    return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
+# run: what launches the kernels; by default `launch`.
 
 
-def _kernels_encode(x, weight, bias, scores, k, ordered, shift, run=None):
+def _kernels_encode(x, weight, bias, scores, k, ordered, shift, *run):
     from ..kernels.sparse_rows import topk as kernel
 
     given = None if scores is None else as_rows(scores)
-    found = kernel.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered, *_by(run))
+    found = kernel.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered, *run)
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
 
-def _kernels_decode(values, indices, weight, bias, run=None):
+def _kernels_decode(values, indices, weight, bias, *run):
     from ..kernels.sparse_rows import sums as kernel
 
-    y = kernel.decode(as_rows(values), as_rows(indices), weight, bias, *_by(run))
+    y = kernel.decode(as_rows(values), as_rows(indices), weight, bias, *run)
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
-def _kernels_dots(x, weight, indices, run=None):
+def _kernels_dots(x, weight, indices, *run):
     from ..kernels.sparse_rows import sums as kernel
 
-    return kernel.dots(as_rows(x), weight, as_rows(indices), *_by(run)).view(indices.shape)
+    return kernel.dots(as_rows(x), weight, as_rows(indices), *run).view(indices.shape)
 
 
-def _kernels_outer(values, x, entry, start, total, ends, turned, run=None):
+def _kernels_outer(values, x, entry, start, total, ends, turned, *run):
     from ..kernels.sparse_rows import sums as kernel
 
     by = aten.Columns(entry, start, total, ends)
-    return kernel.outer(as_rows(values), as_rows(x), by, turned, *_by(run))
-
-
-def _by(run) -> tuple:
-    return () if run is None else (run,)
+    return kernel.outer(as_rows(values), as_rows(x), by, turned, *run)
 
 
 def _captured(kernels):
@@ -188,7 +189,7 @@ def _captured(kernels):
 
 
 def _capturable(*tensors: Tensor) -> bool:
-    if not (tensors[0].is_cuda and _has_kernels(*tensors)):
+    if not (tensors[0].is_cuda and suit_kernels(*tensors)):
         return False
     from ..kernels.sparse_rows import sums as topk_sums
 
@@ -198,7 +199,7 @@ def _capturable(*tensors: Tensor) -> bool:
 def _encode(x, weight, bias, scores, k, ordered, shift):
     _check_encode(x, weight, bias, scores, k, shift)
     with autocast_off(x.device.type):
-        if _has_kernels(x, weight) and k:
+        if suit_kernels(x, weight) and k:
             return _kernels_encode(x, weight, bias, scores, k, ordered, shift)
         given = None if scores is None else as_rows(scores)
         found = aten.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered)
@@ -209,7 +210,7 @@ def _encode(x, weight, bias, scores, k, ordered, shift):
 def _decode(values, indices, weight, bias):
     _check_decode(values, indices, weight, bias)
     with autocast_off(values.device.type):
-        if _has_kernels(values, weight):
+        if suit_kernels(values, weight):
             return _kernels_decode(values, indices, weight, bias)
         y = aten.decode(as_rows(values), as_rows(indices), weight, bias)
     return y.view(*values.shape[:-1], weight.shape[1])
@@ -217,7 +218,7 @@ def _decode(values, indices, weight, bias):
 
 def _dots(x, weight, indices):
     with autocast_off(x.device.type):
-        if _has_kernels(x, weight, indices):
+        if suit_kernels(x, weight, indices):
             return _kernels_dots(x, weight, indices)
         return aten.dots(as_rows(x), weight, as_rows(indices)).view(indices.shape)
 
@@ -232,7 +233,7 @@ def _columns(indices, columns):
 
 def _outer(values, x, entry, start, total, ends, turned):
     with autocast_off(x.device.type):
-        if _has_kernels(x, values):
+        if suit_kernels(x, values):
             return _kernels_outer(values, x, entry, start, total, ends, turned)
         by = aten.Columns(entry, start, total, ends)
         d_weight, d_bias = aten.outer(as_rows(values), as_rows(x), by)

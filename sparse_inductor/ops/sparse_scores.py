@@ -27,18 +27,6 @@ from ._arguments import FLOATS, INTEGERS, known, same
 from ._dispatch import autocast_off, define, first_order, launches, outside_transforms, register
 from ._sharding import Rule, dims
 
-__all__ = [
-    "DOCS",
-    "LOOKUP",
-    "autograd_topk",
-    "best_scores",
-    "check",
-    "check_k",
-    "fake_topk",
-    "shared",
-    "sparse_scores",
-]
-
 DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
 # By which of PyTorch's functions ids, and rows or offsets, are refused on a CPU (`aten.documents`); without one id V is
 # padding.

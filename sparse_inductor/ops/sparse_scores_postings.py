@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..aten import compute_dtype
 from ..aten import sparse_scores as aten
 from ._arguments import FLOATS, IMPACTS, INTEGERS, fits
 from ._dispatch import define, register
@@ -61,7 +62,7 @@ def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -
 
     Sums in CSR form: a stable sort by document makes them the same bits on every device and run.
     """
-    dtype = aten.compute_dtype(weights, values)
+    dtype = compute_dtype(weights, values)
     B = positions.shape[0]
     lists = positions[0].numel() * docs[0].numel() if B and docs.shape[0] else 0
     step = max(1, aten.BLOCK // max(lists, num_docs, 1))

@@ -23,22 +23,20 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ..aten import compute_dtype
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
-from ._arguments import FLOATS, fits
+from ._arguments import FLOATS, fits, suit_kernels
 from ._dispatch import (
     as_autocast,
     autocast_off,
     call_below_autograd,
     define,
     first_order,
-    launches,
     outside_transforms,
     register,
 )
 from ._sharding import Dims, Rule, dims
-
-__all__ = ["DEFAULT_STEPS", "splade_head"]
 
 DEFAULT_STEPS = "relu | log1p | row_mul(0)"
 
@@ -171,7 +169,7 @@ def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
     finite = None
     if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
         finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
-    return lower(p, rows, aten.compute_dtype(x), finite)
+    return lower(p, rows, compute_dtype(x), finite)
 
 
 def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
@@ -188,7 +186,7 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, eve
     lead, V = hidden.shape[:-2], weight.shape[0]
     x, flat_rows = _flat(hidden, rows)
     with autocast_off(hidden.device.type):
-        if not _has_kernels(x, V):
+        if not suit_kernels(x, weight):
             low = _lower(p, x, flat_rows)
             values, winner, peak = aten.forward(
                 x, weight, bias, flat_rows, low, out_dtype, winner_dtype, even
@@ -199,11 +197,6 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, eve
                 x, weight, bias, flat_rows, p, out_dtype, winner_dtype
             )
     return values.view(*lead, V), winner, peak, per_element
-
-
-def _has_kernels(x: Tensor, V: int) -> bool:
-    """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
-    return launches(x) and x.dtype != torch.float64 and x.numel() > 0 and V > 0
 
 
 def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, winner_dtype):
@@ -264,7 +257,7 @@ def _backward(
                 t.new_zeros(t.shape) if n and t is not None else None
                 for t, n in zip((x, weight, bias), needs)
             )
-        elif _has_kernels(x, weight.shape[0]):
+        elif suit_kernels(x, weight):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
             grads = aten.backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs, even)
@@ -346,7 +339,7 @@ def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dty
     values, _ = _fake(hidden, weight, bias, rows, steps, out_dtype, argmax)
     B, V = math.prod(hidden.shape[:-2]), weight.shape[0]
     winner = hidden.new_empty(B, V, dtype=winner_dtype)
-    peak = hidden.new_empty(B, V, dtype=aten.compute_dtype(hidden))
+    peak = hidden.new_empty(B, V, dtype=compute_dtype(hidden))
     p = plan(steps, argmax)
     asked = p.hoists and not p.exhaustive and len(rows) > 0
     return values, winner, peak, hidden.new_empty(B if asked else 0, dtype=torch.bool)

@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["print_diff", "print_table", "print_text", "rich_console"]
-
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "note": "dim"}
 
 

@@ -9,24 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Check",
-    "Density",
-    "NearMiss",
-    "Pending",
-    "Rewrite",
-    "Shape",
-    "at_line",
-    "bytes_text",
-    "count_text",
-    "place_of",
-    "rewrite_dict",
-    "rewrite_lines",
-    "rewrite_text",
-    "tensor_text",
-    "times_text",
-]
-
 Shape = tuple[int | str, ...]
 """A size that is symbolic at compile time is its expression as text ("s0")."""
 
@@ -127,11 +109,6 @@ def at_line(what: NearMiss | Check | Pending, because: str, times: str = "") -> 
     """The lines about something at a line of the user's, with the reason."""
     lines = [f"  {what.location}  {what.pattern}{times}"]
     return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
-
-
-def place_of(what: Rewrite | Check | Density) -> tuple[str, str]:
-    """What tells which findings are about the same place."""
-    return what.pattern, what.location
 
 
 def rewrite_lines(

@@ -15,8 +15,6 @@ from ..graph.view import label
 from .findings import tensor_text
 from .source import Source, source_of
 
-__all__ = ["GraphNode", "describe"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GraphNode:

@@ -21,7 +21,6 @@ from .findings import (
     at_line,
     bytes_text,
     count_text,
-    place_of,
     rewrite_dict,
     rewrite_lines,
     times_text,
@@ -29,8 +28,6 @@ from .findings import (
 
 if TYPE_CHECKING:
     from ..ops._collections import Collection
-
-__all__ = ["Report", "report"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -337,9 +334,7 @@ def _found(report: Report) -> list[str]:
         mine = Counter(r for r in rewrites if r.pattern == name)
         lines += ["", name]
         for rewrite, times in mine.items():
-            checks = [c for c in report.checks if place_of(c) == place_of(rewrite)]
-            counted = [d for d in report.densities if place_of(d) == place_of(rewrite)]
-            lines += rewrite_lines(rewrite, times, checks, counted)
+            lines += rewrite_lines(rewrite, times, *found_of(report, rewrite))
     if pending := report.pending:
         lines += ["", AS_WRITTEN]
         for one, times in Counter(pending).items():
@@ -349,6 +344,15 @@ def _found(report: Report) -> list[str]:
         for miss, times in Counter(near_misses).items():
             lines += at_line(miss, miss.reason, times_text(times))
     return lines
+
+
+def found_of(report: Report, rewrite: Rewrite) -> tuple[list[Check], list[Density]]:
+    """What was found of a rewrite when it ran."""
+
+    def is_its(what: Check | Density) -> bool:
+        return (what.pattern, what.location) == (rewrite.pattern, rewrite.location)
+
+    return list(filter(is_its, report.checks)), list(filter(is_its, report.densities))
 
 
 def _saved(rewrites: Iterable[Rewrite]) -> int:

@@ -10,8 +10,6 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["Source", "source_at", "source_of"]
-
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Code that only passes a call on: the line that called it says more.

@@ -12,8 +12,6 @@ from ..explanation.explain import Explanation, explained
 from ..pattern import Pattern, register, registered, unregister
 from ._messages import failure, nearest, shown_rewrites
 
-__all__ = ["assert_graph", "assert_not_rewritten", "assert_pattern", "assert_rewrites", "known"]
-
 
 def assert_rewrites(
     fn: Callable[..., Any] | Explanation,

@@ -10,8 +10,6 @@ from torch import fx
 
 from .. import compat
 
-__all__ = ["Compiled", "compile_without_codegen"]
-
 _PRODUCTS = frozenset("mm addmm bmm baddbmm convolution linear matmul".split())
 
 

@@ -9,8 +9,6 @@ from ..pattern import Pattern
 from ..reporting.findings import rewrite_text
 from ..reporting.records import Report
 
-__all__ = ["failure", "nearest", "shown_rewrites"]
-
 # A model's graph has thousands of lines; a test's has a few dozen.
 LINES = 120
 

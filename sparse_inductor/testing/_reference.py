@@ -31,8 +31,6 @@ from ._assertions import known
 from ._messages import failure, nearest, shown_rewrites
 from ._variation import varied
 
-__all__ = ["assert_matches_reference"]
-
 SHOWN = 8  # complaints a message
 
 

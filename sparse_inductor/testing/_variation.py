@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["varied"]
-
 FEW = 4  # distinct values of a tensor that is a mask in floating point: 0 and -1e4, say
 SPREAD = 0.3  # of the logarithm of a value's size
 KEPT = 0.7  # share of ones in a mask

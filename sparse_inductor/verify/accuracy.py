@@ -16,20 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 
-__all__ = [
-    "TOLERANCE",
-    "Chosen",
-    "Comparison",
-    "InDouble",
-    "LowestPrecision",
-    "compare",
-    "cotangents",
-    "gradients",
-    "lowest",
-    "tensors_in",
-    "to_double",
-]
-
 # How much larger than the unrewritten program's the error may be, by the lowest precision computed
 # in: absolute below 1, relative above. In fp32 about a hundred roundings; in half precisions a few.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -198,13 +184,7 @@ class InDouble(TorchDispatchMode):
     beforehand (`to_double`): autograd rounds a gradient to its leaf's dtype.
     """
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if compat.schema(func).is_mutable:
             return func(*args, **kwargs)
@@ -242,13 +222,7 @@ class Chosen(TorchDispatchMode):
         super().__init__()
         self._indices, self.right = indices, True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket is not torch.ops.aten.topk:
             return func(*args, **kwargs)
@@ -256,7 +230,7 @@ class Chosen(TorchDispatchMode):
         best, indices = result = func(*args, **kwargs)
         if self._indices is None or indices.shape != self._indices.shape:
             return result
-        x, _, dim, *_ = (*args, -1)
+        x, dim = args[0], args[2] if len(args) > 2 else -1
         values = x.gather(dim, self._indices)
         pair = (t.double().sort(dim=dim).values for t in (values, best))
         tolerance = TOLERANCE.get(x.dtype, 0.0)
@@ -270,13 +244,7 @@ class LowestPrecision(TorchDispatchMode):
 
     dtype: torch.dtype | None = None
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self.dtype = lowest(self.dtype, tensor.dtype)

@@ -44,8 +44,6 @@ from .accuracy import (
     to_double,
 )
 
-__all__ = ["guard"]
-
 log = logging.getLogger("sparse_inductor")
 
 SHOWN = 3  # complaints a check

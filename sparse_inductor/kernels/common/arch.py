@@ -8,8 +8,6 @@ import torch
 
 from ... import layers
 
-__all__ = ["capability", "compute_capability", "shared_memory"]
-
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The GPU's compute capability; (0, 0) where only portable kernels are asked for, and on a CPU."""

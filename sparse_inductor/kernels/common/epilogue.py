@@ -24,17 +24,6 @@ import triton.language as tl
 from sparse_inductor import compat
 from sparse_inductor.epilogue.steps import Step
 
-__all__ = [
-    "dual",
-    "dual_rows",
-    "encode",
-    "evaluate",
-    "evaluate_rows",
-    "row_arguments",
-    "row_operand",
-]
-
-
 _CLAMP_HAS_SLOPE: tl.constexpr = tl.constexpr(compat.clamp_has_a_slope_at_its_bounds())
 
 

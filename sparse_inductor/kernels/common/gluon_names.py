@@ -11,13 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = [
-    "let_next_start",
-    "say",
-    "tma_load",
-    "tma_store",
-]
-
 
 def _named(module: Any, now: str, before: str) -> Any:
     return getattr(module, now, None) or getattr(module, before)

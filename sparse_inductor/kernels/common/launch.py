@@ -19,18 +19,6 @@ from torch import Tensor
 
 from ...compat.triton import LaunchSeen, launch_hooks_set, launches_seen, load
 
-__all__ = [
-    "Launcher",
-    "captured",
-    "collected",
-    "launch",
-    "note_event",
-    "observing",
-    "profiler_attached",
-    "relaunched",
-    "sm_count",
-]
-
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
 

@@ -17,8 +17,6 @@ from ... import compat
 from ...compat.triton import KernelLaunch, headers
 from .native import compiled
 
-__all__ = ["Address", "LaunchList", "Library", "TensorMap", "available", "library"]
-
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".c")

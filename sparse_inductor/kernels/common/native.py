@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["compiled", "is_compiled"]
-
 # By a source's suffix: the variable that names the compiler, the language, and compilers to look for.
 _COMPILERS = {
     ".c": ("CC", "gnu11", "gcc", "clang"),

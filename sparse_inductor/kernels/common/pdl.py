@@ -8,8 +8,6 @@ import triton.language as tl
 
 from .arch import capability
 
-__all__ = ["USE_PDL", "let_next_start", "pdl_options", "wait_for_previous"]
-
 # On an H200 a feed-forward block of one token takes 14.4 us so, and 16.6 without.
 USE_PDL = True
 

@@ -31,8 +31,6 @@ from . import launch as launching
 from .ahead import compile_ahead
 from .launches import Address, LaunchList, Parameter, TensorMap, available
 
-__all__ = ["Site", "forget", "replayed"]
-
 log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.

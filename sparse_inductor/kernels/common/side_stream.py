@@ -9,8 +9,6 @@ import torch
 
 from .launch import note_event
 
-__all__ = ["SideStream"]
-
 
 class SideStream:
     """A second stream, which begins where the current one is now.

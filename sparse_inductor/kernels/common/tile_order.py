@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["rows_full", "tile_at", "tile_last"]
-
 # Row tiles that share their column tiles in turn, so that both operands stay in L2: 4 MiB of rows of K = 2 048, 6.5 of
 # 208 tokens each.
 GROUP = 8

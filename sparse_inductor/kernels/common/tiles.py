@@ -13,8 +13,6 @@ import torch
 
 from .arch import compute_capability, shared_memory
 
-__all__ = ["TILES", "Row", "row_of", "sizes_of"]
-
 _LARGE = (
     160  # KiB of shared memory: A100, H100 and later ones of their kind; consumer cards have 99
 )

@@ -7,8 +7,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arch import capability, shared_memory
 
-__all__ = ["tma_addressable", "tma_descriptor"]
-
 
 def tma_descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """The descriptor of `t` by tiles of rows x columns; None without TMA or where the strides forbid it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["unrolled"]
-
 # An accumulator that is carried over a loop edge is waited for, so steps are unrolled: all of them where they are few
 # (the 12 of the SPLADE head's D = 768 take the compiler 6 s), else so many at a time. At K = 2 048 that costs a feed-
 # forward block's gates a quarter of a per cent; all 32 steps took the compiler seven times as long.

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from ..common.launch import Launcher, launch
 
-__all__ = ["applies", "backward", "forward"]
-
 # Newton steps below this, relative to y, end the iteration: four roundings of fp32.
 FINE = tl.constexpr(2.0**-22)
 # Class maxima only give a bound, which every iterate is.

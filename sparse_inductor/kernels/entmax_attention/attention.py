@@ -19,8 +19,6 @@ from .backward import bias_gradient, keys_blocks, rows_blocks
 from .blocks import forward_blocks
 from .problem import Problem
 
-__all__ = ["applies", "backward", "forward", "saved_like"]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Below, a product has less than the matrix units' 16 in depth; above, two operand tiles fill
 # shared memory.

@@ -46,8 +46,6 @@ from .problem import (
 )
 from .tau import LN2, POS_INF, clip, log_entries, powers
 
-__all__ = ["bias_gradient", "keys_blocks", "rows_blocks"]
-
 
 @triton.jit
 def _narrow(x, like):

@@ -46,8 +46,6 @@ from .tau import (
     step,
 )
 
-__all__ = ["EXACT", "TURNS", "forward_blocks"]
-
 # What |h - 1| may be after the last step, by operand size in bytes; rounding of 16-bit operands is a
 # hundred times that. The output is divided by the sum of p that results, and what a backward reads takes
 # a Newton step more, which squares it.

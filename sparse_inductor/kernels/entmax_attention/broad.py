@@ -30,8 +30,6 @@ from .candidates import (
 from .problem import larger
 from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, powers, root, step
 
-__all__ = ["broad_kernel", "gather_left", "list_words"]
-
 # Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. The first of all lists follow
 # each other, then the second: lists are short, and what is read together stays in a cache.
 LIST = tl.constexpr(64)

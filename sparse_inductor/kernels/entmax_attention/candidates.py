@@ -22,26 +22,6 @@ from .problem import Head, entry_pointers, key_tiles, load_tile, open_head, prod
 from .spans import LOW, Runs, mixed_tile, tiles_of
 from .tau import bound_step
 
-__all__ = [
-    "ABSENT",
-    "CAPACITY",
-    "FAR",
-    "GROUP",
-    "KEYS",
-    "PEAKED",
-    "RECORD_BYTES",
-    "Run",
-    "block_lanes",
-    "block_place",
-    "candidates_kernel",
-    "full_scores",
-    "mixed_scores",
-    "open_block",
-    "pack",
-    "split_lanes",
-    "unpack",
-]
-
 # Keys a tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
 KEYS = tl.constexpr(64)
 GROUP = tl.constexpr(4)

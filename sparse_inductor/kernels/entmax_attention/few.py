@@ -29,8 +29,6 @@ from .problem import (
 )
 from .tau import NEG_INF, POS_INF, bracket, class_bound, clip, clip_to_one, newton, powers, step
 
-__all__ = ["applies", "forward_few"]
-
 # Rows of a tile, and queries of a head: with more, the block passes and the lists fill the GPU. Scores: 8 bytes each.
 MOST_ROWS, MOST_QUERIES, MOST_SCORES = 64, 16, 2**25
 # Keys of a tile, scores that a program of the second kernel looks at together, and entries of which it gathers values.

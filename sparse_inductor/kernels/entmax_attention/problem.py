@@ -16,20 +16,6 @@ import triton.language as tl
 from ..common.tiles import sizes_of
 from .tau import GENERAL, HARDWARE, NEG_INF, POS_INF, SPREAD_NAN, exponent_kind
 
-__all__ = [
-    "Fixed",
-    "Left",
-    "Operands",
-    "Problem",
-    "Row",
-    "Strided",
-    "Tile",
-    "key_tiles",
-    "lane_sums",
-    "row_maxima",
-    "tile_for",
-]
-
 # The lowest fp32 number.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 

@@ -27,8 +27,6 @@ from .problem import (
 )
 from .tau import POS_INF, bracket, clip_to_one, newton, powers, step
 
-__all__ = ["applies", "forward_short"]
-
 # Keys of a row: 64 rows' scores are 64 registers a thread, and three programs share an SM. With 512, of which half the
 # scores are made again for each step from keys in shared memory, a forward took 0.203 ms instead of the passes' 0.225
 # (H100, 32 x 12 heads, D 64), and with a backward 0.552 instead of 0.557.

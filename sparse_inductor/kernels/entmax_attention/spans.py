@@ -18,8 +18,6 @@ import triton.language as tl
 from ..common.launch import relaunched
 from .problem import Problem, Strided, entry_pointers, matrix
 
-__all__ = ["LOW", "NUMBERS", "Runs", "Spans", "mixed_tile", "spans", "tiles_of"]
-
 # A key whose bias is at most this is taken for absent, and rows for which it may not be are told apart: no larger
 # than the lowest fp16, which masks are made of.
 LOW = tl.constexpr(-9000.0)

@@ -17,29 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "GENERAL",
-    "HARDWARE",
-    "HARDWARE_OVER_1",
-    "NEG_INF",
-    "POS_INF",
-    "SPREAD_NAN",
-    "bound_step",
-    "bracket",
-    "class_bound",
-    "clip",
-    "clip_to_one",
-    "compensated",
-    "cubic_power",
-    "exponent_kind",
-    "log_entries",
-    "log_power",
-    "newton",
-    "powers",
-    "root",
-    "step",
-]
-
 # beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
 CLOSED_FORMS = (1, 2, 3, 4)
 GENERAL = 0
@@ -215,14 +192,10 @@ def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
     """
     for _ in tl.static_range(STEPS):
         u = tl.maximum(top - d[:, None], 0.0)
-        if KIND <= 0:
-            w, g = powers(u, tl.maximum(beta, 1.0)[:, None], KIND)
-            f = tl.sum(w, 1)
-            h = root(f, tl.maximum(beta, 1.0), KIND)
-        else:
-            w, g = powers(u, beta, KIND)
-            f = tl.sum(w, 1)
-            h = root(f, beta, KIND)
+        power = tl.maximum(beta, 1.0) if KIND <= 0 else beta
+        w, g = powers(u, power[:, None], KIND)
+        f = tl.sum(w, 1)
+        h = root(f, power, KIND)
         ahead = (h - 1.0) * f / (h * tl.sum(g, 1))
         d = tl.where(ahead > 0.0, d + ahead, d)
     return d

@@ -20,8 +20,6 @@ from ..relu_ffn.forward import chunks
 from ..relu_ffn.packing import ARRIVALS, overflow_rows
 from .sums import addressable, table_of
 
-__all__ = ["capacity", "matmul", "outer"]
-
 # Columns that the one warp of a program of `_pack_kernel` looks at at once.
 BLOCK = 512
 # Elements of the copies of rows that do not fit, at a time.

@@ -16,8 +16,6 @@ from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
 from ..relu_ffn.backward import TokenLists
 
-__all__ = ["addressable", "captures", "columns", "decode", "dots", "outer", "table_of"]
-
 # Columns of a weight that a program sums over, of which as many as stay in L2 (50 MB on an H100) are read for all rows
 # before the next; and bytes in flight a thread of one warp.
 WIDTHS = 1024, 512, 256

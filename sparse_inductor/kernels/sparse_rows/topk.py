@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ..common.launch import Launcher, launch
 
-__all__ = ["encode", "top"]
-
 # Columns of a group: 32 beat 64 and 128 on an H100.
 GROUP = 32
 # Groups whose maxima a program takes: 16 bytes a thread and load.

@@ -19,16 +19,6 @@ import triton.language as tl
 from ..common.launch import relaunched
 from . import ptx
 
-__all__ = [
-    "CHUNK_BITS",
-    "CHUNK_DOCS",
-    "COUNTERS_APART",
-    "MAX_SUM",
-    "WEIGHT_STEPS",
-    "portable_kernel",
-    "shared_kernel",
-]
-
 CHUNK_BITS = 13
 # 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed.
 CHUNK_DOCS = 1 << CHUNK_BITS
@@ -55,6 +45,18 @@ _APPEND = tl.constexpr(ptx.append(CHUNK_DOCS, _THREADS, False))
 _APPEND_LISTED = tl.constexpr(ptx.append(CHUNK_DOCS, _THREADS, True))
 _LOAD = tl.constexpr("ld.shared.u32 $0, [$1];")
 _BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
+
+
+@triton.jit
+def inline_ptx(CODE: tl.constexpr, OPERANDS: tl.constexpr, given):
+    """The int32 that PTX gives for elements of what it is given, each time that this is reached."""
+    return tl.inline_asm_elementwise(CODE, OPERANDS, given, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def barrier():
+    """All threads of a block wait for each other; Triton leaves it among the PTX around it."""
+    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -123,24 +125,22 @@ def shared_kernel(
     acc = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     c = first_chunk + tl.program_id(0) // B
     q = (tl.program_id(0) % B).to(tl.int64)
-    tl.inline_asm_elementwise(_CLEAR, "=r,r", [acc], dtype=tl.int32, is_pure=False, pack=1)
+    inline_ptx(_CLEAR, "=r,r", [acc])
     n = tl.load(counts + q)
     lists = (offsets + c.to(tl.int64) * V1).to(tl.int64)
     chunk = (postings + tl.load(bases + c)).to(tl.int64)
     my_terms = (terms + q * L).to(tl.int64)
     my_weights = (weights + q * L).to(tl.int64)
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(
-        _ACCUMULATE, "=r,r,l,l,l,l,r,r,r",
+    barrier()
+    inline_ptx(
+        _ACCUMULATE,
+        "=r,r,l,l,l,l,r,r,r",
         [acc, lists, chunk, my_terms, my_weights, n, tl.load(long_counts + q), L - n],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    )
+    barrier()
     if RANKED:
         place = tl.arange(0, RANKED)
-        score = tl.inline_asm_elementwise(
-            _LOAD, "=r,r", [acc + place * 4], dtype=tl.int32, is_pure=False, pack=1
-        )
+        score = inline_ptx(_LOAD, "=r,r", [acc + place * 4])
         _threshold_of(
             score, c, place, chunk_docs, deleted, threshold + q, found + q * _APART, rank, CHUNK
         )
@@ -151,16 +151,14 @@ def shared_kernel(
         gone = deleted.to(tl.int64)
         if LISTED:
             ids = (chunk_docs + c.to(tl.int64) * CHUNK).to(tl.int64)
-            tl.inline_asm_elementwise(
-                _APPEND_LISTED, "=r,r,r,l,l,r,l,l", [acc, least, count, mine, capacity, ids, gone],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            inline_ptx(
+                _APPEND_LISTED, "=r,r,r,l,l,r,l,l", [acc, least, count, mine, capacity, ids, gone]
+            )
         else:
             first = tl.load(chunk_docs + c)
-            tl.inline_asm_elementwise(
-                _APPEND, "=r,r,r,l,l,r,r,l", [acc, least, count, mine, capacity, first, gone],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            inline_ptx(
+                _APPEND, "=r,r,r,l,l,r,r,l", [acc, least, count, mine, capacity, first, gone]
+            )
 
 
 @triton.jit

@@ -18,8 +18,6 @@ from . import documents
 from .rescore import _key, _ordered
 from .sort import LOWEST, doc_of, score_of
 
-__all__ = ["best", "search", "selected"]
-
 _LOWEST = tl.constexpr(LOWEST)
 _NAN = tl.constexpr(0x7FC00000)  # every NaN, above infinity
 

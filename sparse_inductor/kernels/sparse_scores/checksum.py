@@ -16,8 +16,6 @@ import triton.language as tl
 
 from ..common.launch import relaunched, sm_count
 
-__all__ = ["buffers", "checksum"]
-
 # Programs on an SM, and their warps: enough reads under way. Of 100,000 x 128 entries 62 us on an H100 (66 by three,
 # 67 to 74 by one that has two or four tiles at a time); on a stream of its own, beside the search, it ends later, and
 # the host waits for it.

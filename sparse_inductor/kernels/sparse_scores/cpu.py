@@ -21,8 +21,6 @@ from torch import Tensor
 from ...threads import workers
 from ..common.native import compiled, is_compiled
 
-__all__ = ["Segments", "checksum", "ready"]
-
 log = logging.getLogger("sparse_inductor")
 
 SOURCE = Path(__file__).with_suffix(".cpp")

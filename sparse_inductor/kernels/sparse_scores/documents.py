@@ -15,8 +15,6 @@ import triton.language as tl
 
 from ..common.launch import relaunched
 
-__all__ = ["blocks", "score_rows", "table_of"]
-
 # Scores of one block, and so its keys and what `topk` makes of them: 16 + 32 MiB and about as much again.
 BLOCK = 1 << 22
 _FEW = 4  # queries up to which a tile of documents for one query at a time wastes less than a row of queries

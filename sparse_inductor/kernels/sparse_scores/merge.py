@@ -10,8 +10,6 @@ from ..common.launch import relaunched
 from .rescore import _key, _ordered
 from .sort import LOWEST, doc_of, score_of
 
-__all__ = ["keys", "merged"]
-
 _LOWEST = tl.constexpr(LOWEST)
 
 

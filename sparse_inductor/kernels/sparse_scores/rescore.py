@@ -12,10 +12,8 @@ import triton.language as tl
 from ..common.launch import relaunched
 from ..common.pdl import wait_for_previous
 from . import ptx
-from .accumulate import COUNTERS_APART
+from .accumulate import COUNTERS_APART, barrier, inline_ptx
 from .sort import write_best
-
-__all__ = ["FILTERED_UP_TO", "RANKED_UP_TO", "everything_kernel", "rescore_kernel"]
 
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
@@ -57,7 +55,6 @@ _KEEP = tl.constexpr(
 )
 _PLACE = tl.constexpr("{ st.shared.b64 [$1], $2; mov.u32 $0, 0; }")
 _SCALES = tl.constexpr("{ st.shared.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }")
-_BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -73,8 +70,12 @@ def _key(ordered, doc):
 
 
 @triton.jit
-def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr):
-    """(scale, zero) of 8-bit documents: of the last chunk that begins at or before them."""
+def _scale_of(
+    doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr, BYTES: tl.constexpr
+):
+    """(scale, zero) of documents: if of 8 BYTES, of the last chunk that begins at or before them."""
+    if not BYTES:
+        return tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
     low = tl.zeros([N], tl.int32)
     high = tl.zeros([N], tl.int32) + chunks
     for _ in range(DEPTH):
@@ -98,19 +99,11 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
 
 
 @triton.jit
-def _barrier():
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _set_filter(table, query_terms, count, long, L):
     """Set the query's filter up in shared memory."""
-    tl.inline_asm_elementwise(_CLEAR, "=r,r", [table], dtype=tl.int32, is_pure=False, pack=1)
-    _barrier()
-    tl.inline_asm_elementwise(
-        _MARK, "=r,r,l,r,r,r", [table, query_terms.to(tl.int64), count, long, L - count],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    inline_ptx(_CLEAR, "=r,r", [table])
+    barrier()
+    inline_ptx(_MARK, "=r,r,l,r,r,r", [table, query_terms.to(tl.int64), count, long, L - count])
 
 
 @triton.jit
@@ -120,14 +113,10 @@ def _by_length(table, length, here):
     kind = _CLASSES - tl.minimum((length + 31) // 32, _CLASSES)
     kind = tl.where(here, kind, _CLASSES + 1)
     counters = table + _COUNTERS
-    ordinal = tl.inline_asm_elementwise(
-        _ORDINAL, "=r,r,r", [counters + kind * 0, kind], dtype=tl.int32, is_pure=False, pack=1
-    )
-    _barrier()
+    ordinal = inline_ptx(_ORDINAL, "=r,r,r", [counters + kind * 0, kind])
+    barrier()
     for c in tl.static_range(_CLASSES + 1):
-        count = tl.inline_asm_elementwise(
-            _COUNT, "=r,r", [counters + 4 * c], dtype=tl.int32, is_pure=False, pack=1
-        )
+        count = inline_ptx(_COUNT, "=r,r", [counters + 4 * c])
         ordinal += tl.where(kind > c, count, 0)
     return ordinal
 
@@ -153,38 +142,27 @@ def _score_filtered(
             if not SET:  # while the first are looked up
                 _set_filter(table, query_terms, count, long, L)
         else:
-            _barrier()  # the rows before are done with
-        tl.inline_asm_elementwise(
-            _CLEAR_COUNT, "=r,r", [table + _COUNTERS + 4 * tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-        _barrier()
+            barrier()  # the rows before are done with
+        inline_ptx(_CLEAR_COUNT, "=r,r", [table + _COUNTERS + 4 * tl.arange(0, 32)])
+        barrier()
         place = _by_length(table, (end - start).to(tl.int32) + (start & 7).to(tl.int32), here)
         s = first + place
         at = places + place * 8
-        tl.inline_asm_elementwise(
-            _PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        inline_ptx(_PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)])
         if BYTES:
-            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH)
-            tl.inline_asm_elementwise(
-                _SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero], dtype=tl.int32, is_pure=False, pack=1
-            )  # fmt: skip
+            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH, BYTES)
+            inline_ptx(_SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero])
         i = (s // _TURN * parts + part) * _TURN + s % _TURN
-        tl.inline_asm_elementwise(
-            _KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        _barrier()
+        inline_ptx(_KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)])
+        barrier()
         HALF: tl.constexpr = weights.dtype.element_ty == tl.float16
         CODE: tl.constexpr = _RESCORE_BYTES if BYTES else (_RESCORE_HALVES if HALF else _RESCORE)
-        tl.inline_asm_elementwise(
+        inline_ptx(
             CODE, "=r,r,r,l,l,l,l,l,r,r,r",
             [
                 table, places, terms.to(tl.int64), weights.to(tl.int64), kept.to(tl.int64), keys.to(tl.int64),
                 query.to(tl.int64), n, first * parts + part * _TURN, parts * _TURN,
             ],
-            dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -192,9 +170,9 @@ def _score_filtered(
 def _score_kept(
     query, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
-    STEPS: tl.constexpr,
 ):  # fmt: skip
     """DOCS documents at a time, every program_id(1)-th lot; the query by its bits and row, or its row."""
+    STEPS: tl.constexpr = 3
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
@@ -203,10 +181,7 @@ def _score_kept(
         doc = tl.load(kept + i, mask=here, other=0)
         start = tl.load(offsets + doc)
         length = tl.where(here, tl.load(offsets + doc + 1) - start, 0).to(tl.int32)
-        if BYTES:
-            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
-        else:
-            scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
+        scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH, BYTES)
         # A row is one warp's, 32 entries at a time; STEPS times as many are under way at once.
         # Entries are the first axis, which Triton lets lanes run along where it cannot tell which is better.
         acc = tl.zeros([32, DOCS], tl.float64)
@@ -278,22 +253,21 @@ def rescore_kernel(
             )  # fmt: skip
             if RANKED:  # noqa: SIM102, which the compiler knows
                 if simple:
-                    _barrier()
-                    tl.inline_asm_elementwise(
+                    barrier()
+                    inline_ptx(
                         _RANK, "=r,r,l,r,r,l,l",
                         [table, keys.to(tl.int64), n, k, (scores + q * k).to(tl.int64), (ids + q * k).to(tl.int64)],
-                        dtype=tl.int32, is_pure=False, pack=1,
                     )  # fmt: skip
                     tl.store(kept_counts + q, -1)
         else:
             _score_kept(
                 row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-                BYTES, UNSIGNED16, DOCS, DEPTH, False, 3,
+                BYTES, UNSIGNED16, DOCS, DEPTH, False,
             )  # fmt: skip
     else:
         _score_kept(
             row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-            BYTES, UNSIGNED16, DOCS, DEPTH, BITS, 3,
+            BYTES, UNSIGNED16, DOCS, DEPTH, BITS,
         )  # fmt: skip
 
 
@@ -380,10 +354,7 @@ def _score_everything(
                 here = doc < high
                 start = tl.load(offsets + doc, mask=here, other=0)
                 length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
-                if BYTES:
-                    scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
-                else:
-                    scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
+                scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH, BYTES)
                 acc = tl.zeros([DOCS, GROUP], tl.float64)
                 for j in range(0, tl.max(length, axis=0), WIDTH):
                     within = j + tl.arange(0, WIDTH)[None, :]

@@ -47,8 +47,6 @@ from .rescore import FILTERED_UP_TO, RANKED_UP_TO, everything_kernel, rescore_ke
 from .select import select_kernel
 from .sort import sort_kernel
 
-__all__ = ["LISTS", "Packed", "pack", "search"]
-
 LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
 
 _APART = tl.constexpr(COUNTERS_APART)
@@ -171,9 +169,7 @@ def pack(
             df -= torch.bincount(ids, minlength=num_terms)
     for s in new:
         terms, values, lengths = s.term_ids(), s.values(), s.offsets.diff()
-        rows = torch.repeat_interleave(
-            torch.arange(s.count, device=device), lengths, output_size=s.nnz
-        )
+        rows = torch.repeat_interleave(lengths, output_size=s.nnz)
         made = _chunked(rows, terms, values, s.count, num_terms, largest)
         parts.append(dataclasses.replace(made, docs=made.docs + first))
         zero = 127.0 if s.signed else 0.0

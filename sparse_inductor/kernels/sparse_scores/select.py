@@ -9,8 +9,6 @@ from ..common.launch import relaunched
 from ..common.pdl import let_next_start
 from .accumulate import COUNTERS_APART, kth_largest
 
-__all__ = ["select", "select_kernel"]
-
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 _APART = tl.constexpr(COUNTERS_APART)
 

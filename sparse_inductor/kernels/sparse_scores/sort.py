@@ -12,8 +12,6 @@ from ..common.launch import relaunched
 from ..common.pdl import wait_for_previous
 from .accumulate import COUNTERS_APART
 
-__all__ = ["LOWEST", "doc_of", "score_of", "sort_kernel", "write_best"]
-
 LOWEST = -(1 << 63)  # the key of no document
 _LOWEST = tl.constexpr(LOWEST)
 _APART = tl.constexpr(COUNTERS_APART)

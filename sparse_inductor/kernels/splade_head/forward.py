@@ -34,8 +34,6 @@ try:
 except ImportError:  # a Triton without Gluon, or with another Gluon
     hopper = None  # type: ignore[assignment]
 
-__all__ = ["forward"]
-
 NEG_INF = tl.constexpr(float("-inf"))
 
 # Multiplications, a few microseconds of a GPU, up to which what `splade_head.hopper` saves is less than what the launch

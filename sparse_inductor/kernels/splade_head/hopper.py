@@ -39,8 +39,6 @@ from ..common.tma import tma_addressable
 from ..common.unroll import unrolled
 from .positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
 
-__all__ = ["applies", "launch"]
-
 # Granules a tile: 256 positions, the widest wgmma; a byte each of a 64-bit word of flags.
 GRANULES = gl.constexpr(8)
 # Vocabulary rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.

@@ -18,8 +18,6 @@ from sparse_inductor.epilogue.steps import ROW, Program, Step
 from ..common.epilogue import _value, encode, row_arguments, row_operand
 from ..common.launch import launch
 
-__all__ = ["ADDED", "GRANULE", "Positions", "classify"]
-
 # Positions a granule, the unit in which `splade_head.hopper` skips them: a sequence wastes half of one;
 # smaller ones mean more copy requests a stage.
 GRANULE = tl.constexpr(32)

@@ -27,8 +27,6 @@ from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 from .comparisons import conditions, edge, gated, is_comparison
 from .epilogue_chain import Element, EpilogueChain, Fill, Term, summed
 
-__all__ = ["walk_back"]
-
 _MAX_DEPTH = 64
 
 _NOT_MONOTONE = {

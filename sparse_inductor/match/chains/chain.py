@@ -34,8 +34,6 @@ from .epilogue_chain import Element, EpilogueChain, Fill, Term
 from .kinds import Frame, Kind, kind_of
 from .terms import Pair, applied, prepared, raised, scaled, selected, widened
 
-__all__ = ["Chain"]
-
 _MORE = "more than a factor or mask of every neuron or token after the rectifier"
 
 

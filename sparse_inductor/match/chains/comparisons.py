@@ -16,18 +16,6 @@ from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
 from .epilogue_chain import Element, EpilogueChain
 
-__all__ = [
-    "COMPARISONS",
-    "NEGATIONS",
-    "Edge",
-    "compared",
-    "conditions",
-    "edge",
-    "gated",
-    "is_comparison",
-    "unwrapped",
-]
-
 _COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 

@@ -24,8 +24,6 @@ from ...graph.names import Call
 from ...graph.selection import Assigned
 from ...graph.view import GraphView, fake
 
-__all__ = ["Element", "EpilogueChain", "Fill", "Term", "summed"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Fill:

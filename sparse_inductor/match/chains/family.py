@@ -15,8 +15,6 @@ from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss
 
-__all__ = ["RECTIFIERS", "above", "below", "rectified_product", "split_block"]
-
 RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
 
 _REACH = 40  # nodes looked at; a head has about ten

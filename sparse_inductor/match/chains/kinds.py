@@ -18,8 +18,6 @@ from .comparisons import is_comparison, unwrapped
 from .epilogue_chain import Fill
 from .family import above
 
-__all__ = ["Frame", "Kind", "kind_of"]
-
 Kind = Literal["row", "column", "entry"]
 
 

@@ -14,15 +14,13 @@ from torch import fx
 from ...epilogue.functions import FUNCTIONS
 from ...graph.contraction import lettered
 from ...graph.gemm import linears
-from ...graph.indices import expanded_index
+from ...graph.indices import expanded_index, sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, same_size
 from .backward_walk import walk_back
 from .chain import Chain
 from .family import above, below
-
-__all__ = ["ANCHORS", "Reduction", "maximum", "other_pool", "resembles"]
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _MAXIMA = _PICKS | frozenset(
@@ -84,14 +82,14 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
             return Reduction(
                 source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
             )
-        case "adaptive_max_pool1d" if _only(call["output_size"]) == 1 and not call.get(
+        case "adaptive_max_pool1d" if sole(call["output_size"]) == 1 and not call.get(
             "return_indices"
         ):
             return Reduction(source, ndim - 1, True)
-        case "max_pool1d" if same_size(_only(call["kernel_size"]), shape[-1]) and not call.get(
+        case "max_pool1d" if same_size(sole(call["kernel_size"]), shape[-1]) and not call.get(
             "return_indices"
         ):
-            padded = _only(call.get("padding", 0)) != 0 or _only(call.get("dilation", 1)) != 1
+            padded = sole(call.get("padding", 0)) != 0 or sole(call.get("dilation", 1)) != 1
             return None if padded else Reduction(source, ndim - 1, True)
     return None
 
@@ -142,10 +140,6 @@ def _puts_axis(call: Call, ndim: int) -> int | None:
     if call.name != "getitem" or not isinstance(index, tuple) or index.count(None) != 1:
         return None
     return index.index(None) if all(i in (None, slice(None)) for i in index) else None
-
-
-def _only(x: Any) -> Any:
-    return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
 
 
 _RISES = frozenset(
@@ -221,9 +215,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
 
 def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
     """Whether a sum is over the terms of each vector, or vectors of texts are added up: a norm, say."""
-    ndim, dim = len(view.shape(call["input"])), call.get("dim")
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
+    ndim, dim = len(view.shape(call["input"])), sole(call.get("dim"))
     if ndim < 3 or not isinstance(dim, int):
         return ndim < 3
     return _vocabulary_axis(view, call["input"], node) == dim % ndim

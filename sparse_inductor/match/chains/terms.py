@@ -14,8 +14,6 @@ from ...epilogue.steps import Step
 from ...graph.emit import Emitter
 from ...graph.view import fake
 
-__all__ = ["Pair", "applied", "prepared", "raised", "scaled", "selected", "widened"]
-
 Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]
 
 

@@ -32,8 +32,6 @@ from .probabilities import Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores, scaled
 from .transform import transform
 
-__all__ = ["are_probabilities", "read_attention", "relu_attention"]
-
 _NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
 _SPREADS = SPREADS | {"repeat", "repeat_interleave"}
 

@@ -18,9 +18,7 @@ from ...graph.no_match import NoMatch
 from ...graph.scalars import RECTIFIERS, constant_factor, scalar_steps
 from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
-from ...graph.vocabulary import COPIES, SPREADS
-
-__all__ = ["ENDS", "Candidate", "Form", "ends_here", "form", "row_axis", "unshifted"]
+from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
 
 ENDS = frozenset(
     "clamp clamp_min relu threshold maximum where pow square mul div normalize".split()
@@ -208,11 +206,9 @@ def _says_positive(view: GraphView, gate: Any, x: Any) -> bool:
     """Whether a mask is x > 0 (or >=), or a > b where x is a - b."""
     gate, _ = view.behind(gate, {"cast"})
     call = view.call(gate)
-    if call is None or call.name not in ("gt", "ge", "lt", "le") or not view.is_tensor(x):
+    if call is None or call.name not in COMPARISONS or not view.is_tensor(x):
         return False
-    large, small = call["input"], call["other"]
-    if call.name in ("lt", "le"):
-        large, small = small, large
+    large, small, _ = call.ordered()
     if view.const(small, gate) == 0:
         return view.same_value(large, x)
     difference = view.call(x)

@@ -21,8 +21,6 @@ from ...graph.view import GraphView, fake, static_size
 from .scores import ABSORBS, Scores
 from .transform import Transform, above_one
 
-__all__ = ["WIDTH", "Attention"]
-
 WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
 
 

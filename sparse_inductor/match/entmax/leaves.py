@@ -18,9 +18,6 @@ import torch
 from ... import compat
 from ...graph.fakes import same_size
 
-__all__ = ["show_entmax"]
-
-
 # Each function with how many of its arguments its leaf takes. Those left out are `k`, a hint about speed, and both of
 # the last of sparsemax_bisect, which the package ignores. Dynamo cannot trace the losses at all.
 _LEAVES = {

@@ -18,22 +18,10 @@ from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression, rounds
 from ...graph.view import GraphView, rounded
-from ...graph.vocabulary import COPIES, VIEWS
-
-__all__ = [
-    "as_mask",
-    "conjuncts",
-    "is_triangle",
-    "keeps_a_key",
-    "keeps_all",
-    "mixed",
-    "moderate",
-    "zero_or_one",
-]
+from ...graph.vocabulary import COMPARISONS, COPIES, VIEWS
 
 _ABOVE = 32  # nodes that a bias is made of that are looked at
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
-_FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 
 
 def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
@@ -148,23 +136,19 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
                 return False
             wanted = offset if call.name == "tril" else offset + 1
             return negate == (call.name == "triu") and same_size(diagonal, wanted)
-        case "le" | "lt" | "ge" | "gt":
+        case name if name in COMPARISONS:
             return _compared(view, node, call, negate, offset)
     return False
 
 
 def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: Any) -> bool:
     """key position <= query position"""
-    a, b = (_positions(view, call[k], node) for k in ("input", "other"))
-    if a is None or b is None or {a[0], b[0]} != {1, 2}:
+    large, small, ties = call.ordered(negate)
+    queries, keys = (_positions(view, x, node) for x in (large, small))
+    if queries is None or keys is None or (queries[0], keys[0]) != (2, 1):
         return False
-    name = call.name if a[0] == 1 else _FLIPPED[call.name]
-    keys, queries = (a, b) if a[0] == 1 else (b, a)
-    if negate:
-        name = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}[name]
     # j + start_k <= i + start_q, or < one more
-    shift = queries[1] - keys[1] - (1 if name == "lt" else 0)
-    return name in ("le", "lt") and same_size(shift, offset)
+    return same_size(queries[1] - keys[1] - (0 if ties else 1), offset)
 
 
 def _positions(view: GraphView, node: Any, reader: fx.Node) -> tuple[int, Any] | None:

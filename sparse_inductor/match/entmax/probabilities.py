@@ -18,6 +18,7 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, beside, flat
 from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned, selections, trailing_mask
@@ -26,8 +27,6 @@ from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
 from .masks import conjuncts, moderate, zero_or_one
 from .transform import Transform, transform
-
-__all__ = ["Probabilities", "check_again", "read_probabilities"]
 
 _REACH = 12
 _NEAR = 6  # nodes looked at for an entmax above an operation that changes probabilities
@@ -222,8 +221,7 @@ def _own_sum(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -
                 return None
             guarded = True
         elif c.name == "sum" and c.get("keepdim") is True:
-            dim = c.get("dim")
-            dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+            dim = sole(c.get("dim"))
             if not isinstance(dim, int) or len(view.shape(seen)) != len(axes):
                 return None
             mine, theirs = view.value(x, node), view.value(below, seen)

@@ -23,11 +23,9 @@ from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
 from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
 from ...graph.values import drowns, extreme, rounds
-from ...graph.view import GraphView, fake, label
+from ...graph.view import GraphView, fake, label, rounded
 from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
-
-__all__ = ["ABSORBS", "Scores", "read_scores", "scaled"]
 
 _MAX_DEPTH = 48
 # Adding a score to a number this large gives the number back in any precision that has it.
@@ -368,9 +366,8 @@ class _Step:
         found = self.up(x)
         if fill > -1e3:
             raise self.decline(f"masked scores become {fill:g}, which is no exclusion")
-        # In 16 bits a number is rounded before it is filled in.
-        dtype = self.view.dtype(x)  # an assignment has no type of its own
-        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+        # In 16 bits a number is rounded before it is filled in; an assignment has no type of its own.
+        fill = rounded(fill, self.view.dtype(x))
         if found.shifted and fill != -math.inf:
             raise self.decline("a constant is added to scores that are masked with a number")
         if found.unless and fill != -math.inf:

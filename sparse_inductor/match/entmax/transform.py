@@ -29,8 +29,6 @@ from ...graph.vocabulary import COPIES, SPREADS
 from .form import ENDS, Candidate, Form, form, unshifted
 from .trial import Trial
 
-__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
-
 LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 _LOSS = "a Fenchel-Young loss of entmax is one number a row; there is no operator for it"
 _OTHERS = {
@@ -309,7 +307,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     if not isinstance(body, fx.GraphModule):
         return None
     inner = GraphView(body.graph)
-    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    output = body.graph.output_node().args[0]
     result = output[0] if isinstance(output, (tuple, list)) else output
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):

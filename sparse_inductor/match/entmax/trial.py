@@ -19,8 +19,6 @@ from ...graph.no_match import NoMatch
 from ...graph.trial import Region, Untestable, run
 from ...graph.view import GraphView
 
-__all__ = ["Trial"]
-
 # How far from entmax a program may be, by the precision it computes in: what its own rounding hides.
 _TOLERANCE = {
     torch.float64: 1e-9,

@@ -26,20 +26,6 @@ from ..chains.family import above
 from .branches import Branch, branches, merged, same_map, same_summand
 from .indicators import is_flat, said
 
-__all__ = [
-    "RECTIFIERS",
-    "Factor",
-    "Joined",
-    "Reading",
-    "activation",
-    "check_joined",
-    "is_activation",
-    "joined",
-    "product_in_einsum",
-    "read_block",
-    "resembles",
-]
-
 # What makes one number of many, or of all tokens: what comes after it is no block of what came before.
 _OTHERS = frozenset(
     "amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "

@@ -31,8 +31,6 @@ from ..chains.comparisons import is_comparison
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 from .indicators import indicator, keeping, lone
 
-__all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
-
 _DEPTH = 8  # products and their wrappings on one path
 
 

@@ -25,8 +25,6 @@ from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, fake
 from ...pattern import Sparse
 
-__all__ = ["NAME", "LayerMatch", "encoder_layer"]
-
 NAME = "_transformer_encoder_layer_fwd"
 
 

@@ -20,17 +20,6 @@ from ...graph.view import GraphView, fake, label, same_sizes
 from ...graph.vocabulary import COPIES
 from .block import RECTIFIERS
 
-__all__ = [
-    "Activated",
-    "Entries",
-    "activated",
-    "by_column",
-    "decoders_below",
-    "entries",
-    "is_last",
-    "topk_of",
-]
-
 # What maps zeros to zeros, and every other entry by itself, and takes one argument.
 KEEPS_ZEROS = COPIES | frozenset("relu abs square tanh".split())
 _SCATTERS = frozenset("scatter scatter_add setitem index_put".split())

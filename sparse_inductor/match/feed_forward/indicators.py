@@ -20,8 +20,6 @@ from ..chains.backward_walk import walk_back
 from ..chains.comparisons import unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 
-__all__ = ["compared_dtype", "indicator", "is_flat", "keeping", "lone", "said"]
-
 # What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
 _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.
@@ -43,10 +41,7 @@ def indicator(
     call, negate = view.call(node), negate ^ negated
     if call is None or call.name not in COMPARISONS:
         raise NoMatch("the condition compares nothing", node)
-    large, small = call["input"], call["other"]
-    if (call.name in ("lt", "le")) ^ negate:
-        large, small = small, large
-    ties = (call.name in ("ge", "le")) ^ negate
+    large, small, ties = call.ordered(negate)
     steps = (Step(_KEEPS[negate], (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
     first: NoMatch | None = None
     for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):

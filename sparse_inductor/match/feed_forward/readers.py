@@ -17,14 +17,13 @@ from ...epilogue.steps import Program
 from ...graph.checks import outside_readers
 from ...graph.emit import Emitter, made_again
 from ...graph.gemm import Linear, linears
+from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import matched_nodes, not_negative, only_along, rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COPIES, PARTS, SHAPE_OPS
 from .block import Reading, activation
-
-__all__ = ["Others", "Statistic", "other_readers", "statistics"]
 
 _ADAPTERS = COPIES | {"mul", "div", "cast"}
 _LENGTH = 8  # steps of an adapter
@@ -130,7 +129,7 @@ def _weighted_sum(
         return None
     dims = call.get("dim")
     dims = list(range(len(shape))) if dims is None else dims
-    dims = [d % len(shape) for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
+    dims = [d % len(shape) for d in listed(dims)]
     made = made_again(view, w, min(anchor, node, key=view.order.__getitem__))
     if axis not in dims or view.dtype(node) != fake(down.node).dtype or made is None:
         return None
@@ -319,7 +318,7 @@ class _Reader:
         ndim = len(self.view.shape(self.source))
         dim = call.get("dim")
         dims = tuple(range(ndim)) if dim is None or dim == () else dim
-        dims = tuple(d % ndim for d in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+        dims = tuple(d % ndim for d in listed(dims))
         if self.axis not in dims:
             raise NoMatch("a statistic of every neuron over the tokens needs the activations", node)
         size = self.view.shape(self.source)[self.axis]

@@ -21,8 +21,6 @@ from .gathers import Gather, gather_of, is_transposed, table_gradient
 from .scored import Scores, accumulator_of, addition, check_rows, check_zero, part_of
 from .weighted import weighted
 
-__all__ = ["ANCHORS", "scores_of"]
-
 Make = Callable[[Emitter], fx.Node]
 
 

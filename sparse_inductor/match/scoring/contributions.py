@@ -18,8 +18,6 @@ from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES, VIEWS
 from .gathers import Gather
 
-__all__ = ["ROWS", "Factor", "OfRows", "Weighted", "check_shared", "reshaped"]
-
 Make = Callable[[Emitter], fx.Node]
 
 

@@ -20,8 +20,6 @@ from ...graph.values import counting, uniform
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, REORDERS
 
-__all__ = ["Gather", "gather_of", "is_transposed", "rows_of", "table_gradient"]
-
 Make = Callable[[Emitter], fx.Node]
 
 

@@ -29,8 +29,6 @@ from .gathers import Gather, rows_of
 from .scored import accumulator_of, addition, check_rows, check_zero, part_of
 from .weighted import weighted
 
-__all__ = ["Postings", "postings_of"]
-
 _OF_DOCS = frozenset("where masked_fill clamp clamp_min clamp_max minimum maximum cast".split())
 _VIEWS = REGROUPS | COPIES | {"cast", "getitem"}
 

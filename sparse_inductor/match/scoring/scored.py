@@ -19,17 +19,6 @@ from ...graph.view import GraphView, fake, same_size, static_size
 from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
 from .contributions import Weighted, reshaped
 
-__all__ = [
-    "Addition",
-    "Scores",
-    "accumulator_of",
-    "addition",
-    "check_rows",
-    "check_zero",
-    "names_of",
-    "part_of",
-]
-
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
 _VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}

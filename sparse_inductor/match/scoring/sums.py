@@ -11,14 +11,13 @@ from torch import fx
 
 from ...graph.contraction import all_lettered, contraction
 from ...graph.emit import Emitter
+from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, same_size
 from .contributions import Factor, OfRows, Weighted, check_shared
 from .scored import Scores
 from .weighted import gathered_among, preference, weighted
-
-__all__ = ["READERS"]
 
 Letters = Sequence[str]
 
@@ -38,7 +37,7 @@ def _dense(rows: OfRows) -> NoMatch:
 
 def _summed(node: fx.Node, w: Weighted, dim: Any, keepdim: bool) -> Scores | None:
     n = len(w.shape)
-    dims = range(n) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = range(n) if dim is None else listed(dim)
     reduced = {d % n for d in dims}
     kept = tuple(a for a in range(n) if a not in reduced)
     return _reduction(node, w, kept, sorted(reduced) if keepdim else ())

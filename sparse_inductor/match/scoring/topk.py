@@ -16,8 +16,6 @@ from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
 from .postings import Postings
 from .scored import Scores, names_of
 
-__all__ = ["Top", "top_of"]
-
 _VIEWS = REGROUPS | {"getitem", "select"}
 
 

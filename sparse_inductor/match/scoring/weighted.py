@@ -26,8 +26,6 @@ from ...graph.vocabulary import COPIES, VIEWS
 from .contributions import Weighted
 from .gathers import Gather, gather_of
 
-__all__ = ["gathered_among", "preference", "weighted"]
-
 Read = Callable[[GraphView, Any], Gather | None]
 
 _REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
