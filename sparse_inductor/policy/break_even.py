@@ -16,8 +16,6 @@ from ..kernels.common.arch import capability
 from .popular import Apart
 from .worth import Worth
 
-__all__ = ["TABLE", "Row", "look_up"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:

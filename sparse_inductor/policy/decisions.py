@@ -18,8 +18,6 @@ from ..snapshot import Snapshot
 from .profile import Kept, Profile, Site, counters_for, profile_of, watch
 from .worth import Worth
 
-__all__ = ["Decisions"]
-
 log = logging.getLogger("sparse_inductor")
 
 

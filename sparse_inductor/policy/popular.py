@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Apart", "cheapest", "cost"]
-
 STEP = 128
 """Popular neurons are a multiple of this: a tile of a matrix product."""
 

@@ -34,8 +34,6 @@ from ..pattern import Sparse
 from ..reporting.findings import Pending
 from .popular import Apart, cheapest, cost
 
-__all__ = ["Kept", "Profile", "Site", "counters_for", "counts_of", "profile_of", "watch"]
-
 ROWS = 16
 """Rows of a call that are counted: enough to tell 0.5 % of thousands of neurons from 1 %. Twice as many where popular
 ones are told apart, by the calls up to a look together."""

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from ..pattern import unknown_pattern
 from .popular import Apart
 
-__all__ = ["POLICY_VARIABLE", "Policy", "Worth", "policies"]
-
 POLICY_VARIABLE = "SPARSE_INDUCTOR_POLICY"
 CHOICES = ("auto", "always", "never")
 

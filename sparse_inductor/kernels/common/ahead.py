@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ... import compat
 from . import launch as launches
 
-__all__ = ["compile_ahead"]
-
 log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from . import forward, gather, overflow, popular, rows
 from .forward import Block, Packed, chunks, rows_of_table
 from .packing import ARRIVALS, overflow_rows, popcount
 
-__all__ = ["TokenLists", "backward", "sums_by_neuron"]
-
 # Rows a word of the token masks.
 WORD = 32
 # Columns of two sums over a neuron's tokens, by two warps (129 us at 8 192 tokens, 162 by four).

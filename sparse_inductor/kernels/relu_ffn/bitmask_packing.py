@@ -11,8 +11,6 @@ from ..common.pdl import pdl_options, wait_for_previous
 from . import bitmask_ptx as ptx
 from .packing import dense_row, pieces_of
 
-__all__ = ["pack"]
-
 # Rows up to which a block is a warp and has one row; (warps, rows of each) where there are more.
 FEW = 4096
 BLOCK = (8, 4)

@@ -9,8 +9,6 @@ import math
 
 from .packing import BLOCKS, COUNTERS, DENSE, LINE, LISTED, ONE_BLOCK, ONE_OVERFLOW, ONE_ROW
 
-__all__ = ["pack"]
-
 # Words of the bitmask that are one lane's, of 256 neurons.
 TILE = 8
 # Bytes of shared memory to declare, of the 48 KiB that a kernel may.

@@ -21,8 +21,6 @@ from ..common.pdl import pdl_options, wait_for_previous
 from ..common.tma import tma_addressable
 from . import decode_ptx as ptx
 
-__all__ = ["applies", "by_words", "down_projection", "forward"]
-
 # One token's gate and up projections: neurons a program, warps. Small programs, so that one that waits for its up rows
 # holds up no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps 10.5).
 ONE_UP = (1, 4)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 
-__all__ = ["GROUP", "OUTPUTS", "down", "total"]
-
 # Outputs a block, and slots of a warp: a lane for each output in each. Either of two words has half of the slots.
 OUTPUTS = 4
 SLOTS = 32 // OUTPUTS

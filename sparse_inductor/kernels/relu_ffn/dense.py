@@ -33,8 +33,6 @@ from .tiles import (
     tile_of,
 )
 
-__all__ = ["activate", "hidden", "product", "row_stats"]
-
 
 @triton.jit
 def _dot_listed(

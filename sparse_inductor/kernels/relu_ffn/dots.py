@@ -18,8 +18,6 @@ from . import gather
 from .gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
 from .packing import n_listed, pieces_of
 
-__all__ = ["dots", "follows", "gradients", "hidden_stats", "slopes"]
-
 # Columns of a row that a warp holds.
 DOT_COLUMNS = 1024
 # Bytes at most of the dot products of slices that wait to be added.

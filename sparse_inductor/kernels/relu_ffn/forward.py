@@ -20,13 +20,6 @@ from . import bitmask_packing, decode, dense, hopper, popular, rows
 from . import dots as dot_rows
 from . import packing as packer
 
-__all__ = [
-    "chunks",
-    "forward",
-    "is_few",
-    "rows_of_table",
-]
-
 # Elements of the gate projection at a time: 2 GiB at 16 bits. Every piece ends with its longest row; 131 072 tokens in
 # two pieces take 2 % longer.
 CHUNK = 1 << 30

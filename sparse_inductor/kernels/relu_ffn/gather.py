@@ -16,23 +16,6 @@ import triton.language as tl
 
 from .packing import LISTED
 
-__all__ = [
-    "FLIGHT",
-    "NARROWEST",
-    "RESIDENT",
-    "ROW_SEEN",
-    "STAGES",
-    "SUM_COLUMNS",
-    "columns_that_stay",
-    "fp32",
-    "in_pairs",
-    "limited",
-    "listers_of",
-    "own_pieces",
-    "piece_at",
-    "width",
-]
-
 # Table rows in flight a program, and registers of a thread where weights have 16 bits: what the compiler takes unasked
 # leaves room for too few programs (162 us of dot products for 123, at 8 192 tokens of 30 entries, K = 2 048).
 FLIGHT = 4

@@ -38,16 +38,6 @@ from ..common.tma import tma_addressable
 from ..common.unroll import unrolled
 from .packing import twice
 
-__all__ = [
-    "applies",
-    "has_room",
-    "layout",
-    "may_emit_bitmask",
-    "product_with_bitmask",
-    "stages",
-    "words",
-]
-
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)

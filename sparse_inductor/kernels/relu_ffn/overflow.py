@@ -35,17 +35,6 @@ from .tiles import (
     tile_of,
 )
 
-__all__ = [
-    "PAD",
-    "Sum",
-    "add_products",
-    "copied_product",
-    "gather",
-    "readable",
-    "room_for_copies",
-    "slopes_in_place",
-]
-
 PAD = tl.constexpr(64)
 
 

@@ -20,24 +20,6 @@ from ..common.arch import capability
 from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 
-__all__ = [
-    "ARRIVALS",
-    "ARRIVED",
-    "DENSE",
-    "LISTED",
-    "MANY",
-    "ROWS_MOST",
-    "dense_row",
-    "listed_rows",
-    "n_listed",
-    "new_state",
-    "overflow_rows",
-    "pack",
-    "pieces_of",
-    "popcount",
-    "room_for_rows",
-]
-
 # Gates of a row that a program of `pack` looks at at once, and its warps; first it looks at PACK_HEAD of them.
 PACK_BLOCK = 2048
 PACK_WARPS = 2

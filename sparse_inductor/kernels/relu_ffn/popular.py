@@ -21,8 +21,6 @@ from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 from .dots import slopes
 
-__all__ = ["Gradients", "choose", "product", "take_out"]
-
 # Rows that are counted, at most.
 COUNTED = 2048
 # Of them those of a program, and those that it holds at once.

@@ -29,8 +29,6 @@ from .gather import (
 )
 from .packing import DENSE, n_listed, pieces_of
 
-__all__ = ["Unless", "by_neuron", "weighted_rows"]
-
 # Slices from which on rows are summed by halves of them, and no row by pieces: a long row's program meets those of the
 # next slices (782 us for 1 080 of sums, at 2 049 tokens of K = 8 192, N = 28 672).
 MANY_SLICES = 4

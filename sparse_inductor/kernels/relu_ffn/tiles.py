@@ -13,21 +13,6 @@ from ..common.launch import sm_count
 from ..common.tile_order import tile_last
 from ..common.tiles import sizes_of
 
-__all__ = [
-    "STAGES_HALF",
-    "add_parts",
-    "half_at",
-    "is_last",
-    "leave_part",
-    "narrow",
-    "precision",
-    "programs_of",
-    "put",
-    "rest_of",
-    "sum_of_rows",
-    "tile_of",
-]
-
 # Programs that share the sum of half a tile, of which a part is 64 KB, and steps of a sum that are worth a part.
 SPLITS_TMA = tl.constexpr(16)
 STEPS_TMA = tl.constexpr(6)
