@@ -70,12 +70,8 @@ def _key(ordered, doc):
 
 
 @triton.jit
-def _scale_of(
-    doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr, BYTES: tl.constexpr
-):
-    """(scale, zero) of documents: if of 8 BYTES, of the last chunk that begins at or before them."""
-    if not BYTES:
-        return tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
+def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr):
+    """(scale, zero) of 8-bit documents: of the last chunk that begins at or before them."""
     low = tl.zeros([N], tl.int32)
     high = tl.zeros([N], tl.int32) + chunks
     for _ in range(DEPTH):
@@ -150,7 +146,7 @@ def _score_filtered(
         at = places + place * 8
         inline_ptx(_PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)])
         if BYTES:
-            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH, BYTES)
+            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH)
             inline_ptx(_SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero])
         i = (s // _TURN * parts + part) * _TURN + s % _TURN
         inline_ptx(_KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)])
@@ -170,9 +166,9 @@ def _score_filtered(
 def _score_kept(
     query, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """DOCS documents at a time, every program_id(1)-th lot; the query by its bits and row, or its row."""
-    STEPS: tl.constexpr = 3
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
@@ -181,7 +177,10 @@ def _score_kept(
         doc = tl.load(kept + i, mask=here, other=0)
         start = tl.load(offsets + doc)
         length = tl.where(here, tl.load(offsets + doc + 1) - start, 0).to(tl.int32)
-        scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH, BYTES)
+        if BYTES:
+            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
+        else:
+            scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
         # A row is one warp's, 32 entries at a time; STEPS times as many are under way at once.
         # Entries are the first axis, which Triton lets lanes run along where it cannot tell which is better.
         acc = tl.zeros([32, DOCS], tl.float64)
@@ -262,12 +261,12 @@ def rescore_kernel(
         else:
             _score_kept(
                 row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-                BYTES, UNSIGNED16, DOCS, DEPTH, False,
+                BYTES, UNSIGNED16, DOCS, DEPTH, False, 3,
             )  # fmt: skip
     else:
         _score_kept(
             row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-            BYTES, UNSIGNED16, DOCS, DEPTH, BITS,
+            BYTES, UNSIGNED16, DOCS, DEPTH, BITS, 3,
         )  # fmt: skip
 
 
@@ -354,7 +353,10 @@ def _score_everything(
                 here = doc < high
                 start = tl.load(offsets + doc, mask=here, other=0)
                 length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
-                scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH, BYTES)
+                if BYTES:
+                    scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
+                else:
+                    scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
                 acc = tl.zeros([DOCS, GROUP], tl.float64)
                 for j in range(0, tl.max(length, axis=0), WIDTH):
                     within = j + tl.arange(0, WIDTH)[None, :]

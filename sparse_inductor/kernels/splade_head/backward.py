@@ -59,14 +59,14 @@ _HOT_ROW = {"R": 128, "BD": 64, "num_warps": 4, "num_stages": 1}
 
 @triton.jit
 def _winner_and_gain(
-    b, v, mask, some, source, V, STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr
-):
+    b, v, mask, some, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides, V,
+    STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
     """Winner (int32) and gradient g (fp32) of entries (b, v), any shape; inactive entries get g = 0.
 
     g = grad * STEPS'(peak), with the row operands of (b, winner). If MIXED, g = grad * FAST'(peak) where per_element[b]
     is not set; `some`: whether it is for any of these b.
     """
-    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides = source
     at = b.to(tl.int64) * V + v
     s = tl.load(winner + at, mask=mask, other=-1).to(tl.int32)
     alive = mask & (s >= 0)
@@ -98,12 +98,14 @@ def _flag(flags, b, MIXED: tl.constexpr):
 
 @triton.jit
 def _list_block(
-    b, v, local, count, source, B, S, V, v_end, entries, gains,
-    STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
+    b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
+    B, S, V, v_end, entries, gains, STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Appends the active entries of sequences b [BB, 1] to the lists of v [1, BV]; their new lengths."""
-    mask = (b < B) & (v < v_end)
-    s, g = _winner_and_gain(b, v, mask, True, source, V, STEPS, FAST, MIXED)
+    s, g = _winner_and_gain(
+        b, v, (b < B) & (v < v_end), True, grad, grad_stride_b, grad_stride_v, winner, peak,
+        per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+    )  # fmt: skip
     active = g != 0.0  # NaN is active
     ones = active.to(tl.int32)
     slot = local * B + (count + tl.cumsum(ones, 0) - 1)
@@ -125,7 +127,6 @@ def _list_by_entry(
     A program owns BV consecutive v of the slab [v0, v_end) and all b. It reads winner, peak and grad of its columns
     once (2 + 4 + 4 bytes an entry) and writes 8 bytes an active entry, to slots [v - v0, 0..count) of [., B].
     """
-    source = (grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides)
     v = v0 + tl.program_id(0) * BV + tl.arange(0, BV)[None, :]
     local = (v - v0).to(tl.int64)
     count = tl.zeros([1, BV], tl.int32)
@@ -137,16 +138,19 @@ def _list_by_entry(
             some = tl.max(tl.load(per_element + each, mask=each < B, other=0).to(tl.int32), 0)
             if some != 0:
                 count = _list_block(
-                    b, v, local, count, source, B, S, V, v_end, entries, gains, STEPS, FAST, True
-                )
+                    b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+                    rows, row_strides, B, S, V, v_end, entries, gains, STEPS, FAST, True,
+                )  # fmt: skip
             else:
                 count = _list_block(
-                    b, v, local, count, source, B, S, V, v_end, entries, gains, FAST, FAST, False
-                )
+                    b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+                    rows, row_strides, B, S, V, v_end, entries, gains, FAST, FAST, False,
+                )  # fmt: skip
         else:
             count = _list_block(
-                b, v, local, count, source, B, S, V, v_end, entries, gains, STEPS, FAST, False
-            )
+                b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+                rows, row_strides, B, S, V, v_end, entries, gains, STEPS, FAST, False,
+            )  # fmt: skip
     tl.store(counts + local, count, mask=v < v_end)
 
 
@@ -179,13 +183,15 @@ def _sort_tiles(
     starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys. If it is ALONE,
     the only tile, it writes the sequence's list, too: (v, g), 8 bytes an active entry, to slots of [., V].
     """
-    source = (grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides)
     tile = tl.program_id(0)
     b = b0 + tile // tiles
     j = tl.arange(0, T)
     v = (tile % tiles) * T + j
     some = _flag(per_element, b, MIXED)
-    s, g = _winner_and_gain(b + tl.zeros_like(v), v, v < V, some, source, V, STEPS, FAST, MIXED)
+    s, g = _winner_and_gain(
+        b + tl.zeros_like(v), v, v < V, some, grad, grad_stride_b, grad_stride_v, winner, peak,
+        per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+    )  # fmt: skip
     active = g != 0.0
     key = tl.where(active, (s << LOG_T) | j, 0x7FFFFFFF)
     n = tl.sum(active.to(tl.int32), 0)
@@ -209,8 +215,9 @@ def _sort_tiles(
     if ALONE:
         entry = tl.load(mine + j, mask=j < n, other=0) & (T - 1)
         _, gain = _winner_and_gain(
-            b + tl.zeros_like(entry), entry, j < n, some, source, V, STEPS, FAST, MIXED
-        )
+            b + tl.zeros_like(entry), entry, j < n, some, grad, grad_stride_b, grad_stride_v, winner, peak,
+            per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+        )  # fmt: skip
         slot = tile.to(tl.int64) * V + j
         tl.store(entries + slot, entry, mask=j < n)
         tl.store(gains + slot, gain, mask=j < n)
@@ -266,7 +273,6 @@ def _merge_tiles(
     A program owns one tile as in `_sort_tiles`. For each active entry it reads key and destination (4 + 4 bytes) and
     winner, peak and grad again, and writes (v, g), 8 bytes, to slots of [., V].
     """
-    source = (grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides)
     tile = tl.program_id(0)
     local = tile // tiles
     b = b0 + local
@@ -278,7 +284,10 @@ def _merge_tiles(
         key = tl.load(keys + tile.to(tl.int64) * T + j, mask=j < n, other=0)
         v = (tile % tiles) * T + (key & (T - 1))
         shift = tl.load(destination + (key >> LOG_T), mask=j < n, other=0)
-        _, g = _winner_and_gain(b + tl.zeros_like(v), v, j < n, some, source, V, STEPS, FAST, MIXED)
+        _, g = _winner_and_gain(
+            b + tl.zeros_like(v), v, j < n, some, grad, grad_stride_b, grad_stride_v, winner, peak,
+            per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+        )  # fmt: skip
         slot = local.to(tl.int64) * V + shift + j
         tl.store(entries + slot, v, mask=j < n)
         tl.store(gains + slot, g, mask=j < n)
