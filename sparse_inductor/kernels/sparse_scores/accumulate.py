@@ -48,18 +48,6 @@ _BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
 
 
 @triton.jit
-def inline_ptx(CODE: tl.constexpr, OPERANDS: tl.constexpr, given):
-    """The int32 that PTX gives for elements of what it is given, each time that this is reached."""
-    return tl.inline_asm_elementwise(CODE, OPERANDS, given, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def barrier():
-    """All threads of a block wait for each other; Triton leaves it among the PTX around it."""
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _contribution(posting, weight):
     """The high half of the whole posting, the document's place being too small to matter, times the weight; made odd,
     so that what is positive stays so."""
@@ -125,22 +113,24 @@ def shared_kernel(
     acc = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     c = first_chunk + tl.program_id(0) // B
     q = (tl.program_id(0) % B).to(tl.int64)
-    inline_ptx(_CLEAR, "=r,r", [acc])
+    tl.inline_asm_elementwise(_CLEAR, "=r,r", [acc], dtype=tl.int32, is_pure=False, pack=1)
     n = tl.load(counts + q)
     lists = (offsets + c.to(tl.int64) * V1).to(tl.int64)
     chunk = (postings + tl.load(bases + c)).to(tl.int64)
     my_terms = (terms + q * L).to(tl.int64)
     my_weights = (weights + q * L).to(tl.int64)
-    barrier()
-    inline_ptx(
-        _ACCUMULATE,
-        "=r,r,l,l,l,l,r,r,r",
+    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        _ACCUMULATE, "=r,r,l,l,l,l,r,r,r",
         [acc, lists, chunk, my_terms, my_weights, n, tl.load(long_counts + q), L - n],
-    )
-    barrier()
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if RANKED:
         place = tl.arange(0, RANKED)
-        score = inline_ptx(_LOAD, "=r,r", [acc + place * 4])
+        score = tl.inline_asm_elementwise(
+            _LOAD, "=r,r", [acc + place * 4], dtype=tl.int32, is_pure=False, pack=1
+        )
         _threshold_of(
             score, c, place, chunk_docs, deleted, threshold + q, found + q * _APART, rank, CHUNK
         )
@@ -151,14 +141,16 @@ def shared_kernel(
         gone = deleted.to(tl.int64)
         if LISTED:
             ids = (chunk_docs + c.to(tl.int64) * CHUNK).to(tl.int64)
-            inline_ptx(
-                _APPEND_LISTED, "=r,r,r,l,l,r,l,l", [acc, least, count, mine, capacity, ids, gone]
-            )
+            tl.inline_asm_elementwise(
+                _APPEND_LISTED, "=r,r,r,l,l,r,l,l", [acc, least, count, mine, capacity, ids, gone],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
         else:
             first = tl.load(chunk_docs + c)
-            inline_ptx(
-                _APPEND, "=r,r,r,l,l,r,r,l", [acc, least, count, mine, capacity, first, gone]
-            )
+            tl.inline_asm_elementwise(
+                _APPEND, "=r,r,r,l,l,r,r,l", [acc, least, count, mine, capacity, first, gone],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..common.launch import relaunched
 from ..common.pdl import wait_for_previous
 from . import ptx
-from .accumulate import COUNTERS_APART, barrier, inline_ptx
+from .accumulate import COUNTERS_APART
 from .sort import write_best
 
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
@@ -55,6 +55,7 @@ _KEEP = tl.constexpr(
 )
 _PLACE = tl.constexpr("{ st.shared.b64 [$1], $2; mov.u32 $0, 0; }")
 _SCALES = tl.constexpr("{ st.shared.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }")
+_BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -95,11 +96,19 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
 
 
 @triton.jit
+def _barrier():
+    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _set_filter(table, query_terms, count, long, L):
     """Set the query's filter up in shared memory."""
-    inline_ptx(_CLEAR, "=r,r", [table])
-    barrier()
-    inline_ptx(_MARK, "=r,r,l,r,r,r", [table, query_terms.to(tl.int64), count, long, L - count])
+    tl.inline_asm_elementwise(_CLEAR, "=r,r", [table], dtype=tl.int32, is_pure=False, pack=1)
+    _barrier()
+    tl.inline_asm_elementwise(
+        _MARK, "=r,r,l,r,r,r", [table, query_terms.to(tl.int64), count, long, L - count],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -109,10 +118,14 @@ def _by_length(table, length, here):
     kind = _CLASSES - tl.minimum((length + 31) // 32, _CLASSES)
     kind = tl.where(here, kind, _CLASSES + 1)
     counters = table + _COUNTERS
-    ordinal = inline_ptx(_ORDINAL, "=r,r,r", [counters + kind * 0, kind])
-    barrier()
+    ordinal = tl.inline_asm_elementwise(
+        _ORDINAL, "=r,r,r", [counters + kind * 0, kind], dtype=tl.int32, is_pure=False, pack=1
+    )
+    _barrier()
     for c in tl.static_range(_CLASSES + 1):
-        count = inline_ptx(_COUNT, "=r,r", [counters + 4 * c])
+        count = tl.inline_asm_elementwise(
+            _COUNT, "=r,r", [counters + 4 * c], dtype=tl.int32, is_pure=False, pack=1
+        )
         ordinal += tl.where(kind > c, count, 0)
     return ordinal
 
@@ -138,27 +151,38 @@ def _score_filtered(
             if not SET:  # while the first are looked up
                 _set_filter(table, query_terms, count, long, L)
         else:
-            barrier()  # the rows before are done with
-        inline_ptx(_CLEAR_COUNT, "=r,r", [table + _COUNTERS + 4 * tl.arange(0, 32)])
-        barrier()
+            _barrier()  # the rows before are done with
+        tl.inline_asm_elementwise(
+            _CLEAR_COUNT, "=r,r", [table + _COUNTERS + 4 * tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+        _barrier()
         place = _by_length(table, (end - start).to(tl.int32) + (start & 7).to(tl.int32), here)
         s = first + place
         at = places + place * 8
-        inline_ptx(_PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)])
+        tl.inline_asm_elementwise(
+            _PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
         if BYTES:
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH)
-            inline_ptx(_SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero])
+            tl.inline_asm_elementwise(
+                _SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero], dtype=tl.int32, is_pure=False, pack=1
+            )  # fmt: skip
         i = (s // _TURN * parts + part) * _TURN + s % _TURN
-        inline_ptx(_KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)])
-        barrier()
+        tl.inline_asm_elementwise(
+            _KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        _barrier()
         HALF: tl.constexpr = weights.dtype.element_ty == tl.float16
         CODE: tl.constexpr = _RESCORE_BYTES if BYTES else (_RESCORE_HALVES if HALF else _RESCORE)
-        inline_ptx(
+        tl.inline_asm_elementwise(
             CODE, "=r,r,r,l,l,l,l,l,r,r,r",
             [
                 table, places, terms.to(tl.int64), weights.to(tl.int64), kept.to(tl.int64), keys.to(tl.int64),
                 query.to(tl.int64), n, first * parts + part * _TURN, parts * _TURN,
             ],
+            dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -252,10 +276,11 @@ def rescore_kernel(
             )  # fmt: skip
             if RANKED:  # noqa: SIM102, which the compiler knows
                 if simple:
-                    barrier()
-                    inline_ptx(
+                    _barrier()
+                    tl.inline_asm_elementwise(
                         _RANK, "=r,r,l,r,r,l,l",
                         [table, keys.to(tl.int64), n, k, (scores + q * k).to(tl.int64), (ids + q * k).to(tl.int64)],
+                        dtype=tl.int32, is_pure=False, pack=1,
                     )  # fmt: skip
                     tl.store(kept_counts + q, -1)
         else:
