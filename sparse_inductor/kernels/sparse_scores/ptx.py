@@ -37,14 +37,6 @@ RANKED = 1024
 RANK_BYTES = 16 * RANKED + 8 * _BLOCK_WARPS
 
 
-def _scan(count: str, sent: str) -> str:
-    """Make of a number in each lane the sum of those of all lanes up to it; `sent` and p are overwritten."""
-    return "".join(
-        f"shfl.sync.up.b32 {sent}|p, {count}, {d}, 0, -1; @p add.u32 {count}, {count}, {sent};"
-        for d in (1, 2, 4, 8, 16)
-    )
-
-
 def clear(docs: int, threads: int) -> str:
     """Zero `docs` accumulators from address $1 on."""
     stores = "".join(
@@ -87,6 +79,10 @@ def accumulate(docs: int, warps: int) -> str:
         """The first n groups of 32 postings; `some`: what there is of them."""
         return " ".join([load(i, some) for i in groups[:n]] + [add(i, some) for i in groups[:n]])
 
+    scan = "".join(
+        f"shfl.sync.up.b32 v|p, count, {d}, 0, -1; @p add.u32 count, count, v;"
+        for d in (1, 2, 4, 8, 16)
+    )
     return f"""{{
     .reg .pred p, q, p0, p1, p2, p3, p4, p5, p6, p7;
     .reg .u32 lane, x, base, i, t, w, start, length, own, count, before, all, v, a, l, w1, s1, n1, b1, off;
@@ -120,7 +116,7 @@ LISTS:
     add.u32 own, length, {_PIECE - 1};
     shr.u32 own, own, {_PIECE.bit_length() - 1};
     mov.u32 count, own;
-    {_scan("count", "v")}
+    {scan}
     sub.u32 before, count, own;
     shfl.sync.idx.b32 all, count, 31, 31, -1;
 PIECES:
@@ -202,6 +198,10 @@ BELOW{turn}:"""
     add.u32 at, place, m;
     add.u32 at, at, m1;
     {"mad.wide.u32 from, at, 4, $6; ld.global.u32 doc, [from];" if listed else "add.u32 doc, at, $6;"}"""
+    scan = "".join(
+        f"shfl.sync.up.b32 v|p, count, {d}, 0, -1; @p add.u32 count, count, v;"
+        for d in (1, 2, 4, 8, 16)
+    )
     return f"""{{
     .reg .pred p;
     .reg .s32 x0, x1, x2, x3, m, m1;
@@ -226,7 +226,7 @@ LIVE:
 COUNT:
     popc.b32 own, hits;
     mov.u32 count, own;
-    {_scan("count", "v")}
+    {scan}
     shfl.sync.idx.b32 all, count, 31, 31, -1;
     setp.eq.u32 p, all, 0;
     @p bra END;
@@ -551,6 +551,10 @@ ASKED{r}:
     add.rn.f64 sum, sum, dx;"""
         for lanes in (2, 1)
     )
+    scan = "".join(
+        f"shfl.sync.up.b32 a|p, count, {d}, 0, -1; @p add.u32 count, count, a;"
+        for d in (1, 2, 4, 8, 16)
+    )
     # Of document number b, whose id is in doc.
     write = """
     cvt.rn.f32.f64 f, sum;
@@ -657,7 +661,7 @@ ASKED:
     popc.b32 a, odd;
     add.u32 count, count, a;
     mov.u32 b, count;
-    {_scan("count", "a")}
+    {scan}
     sub.u32 numbered, count, b;
     shfl.sync.idx.b32 total, count, 31, 31, -1;
     setp.gt.s32 p, left, {long};
@@ -862,6 +866,9 @@ COUNTED{u}:
     mad.wide.u32 from, n{u}, 8, $6;
     @p st.global.v2.u32 [from], {{l{u}, a}};"""
 
+    scan = "".join(
+        f"shfl.sync.up.b32 b|p, a, {d}, 0, -1; @p add.u32 a, a, b;" for d in (1, 2, 4, 8, 16)
+    )
     return f"""{{
     .reg .pred p, q, p0, p1, p2, p3;
     .reg .u32 tid, lane, warp, a, b, shift, at, {keys}, {of_warps};
@@ -903,7 +910,7 @@ COUNTED{u}:
     add.u32 c2, c2, c1;
     add.u32 c3, c3, c2;
     mov.u32 a, c3;
-    {_scan("a", "b")}
+    {scan}
     setp.eq.u32 p, lane, 31;
     mad.lo.u32 b, warp, 4, $1;
     @p st.shared.u32 [b+{sums}], a;
