@@ -192,10 +192,14 @@ def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
     """
     for _ in tl.static_range(STEPS):
         u = tl.maximum(top - d[:, None], 0.0)
-        power = tl.maximum(beta, 1.0) if KIND <= 0 else beta
-        w, g = powers(u, power[:, None], KIND)
-        f = tl.sum(w, 1)
-        h = root(f, power, KIND)
+        if KIND <= 0:
+            w, g = powers(u, tl.maximum(beta, 1.0)[:, None], KIND)
+            f = tl.sum(w, 1)
+            h = root(f, tl.maximum(beta, 1.0), KIND)
+        else:
+            w, g = powers(u, beta, KIND)
+            f = tl.sum(w, 1)
+            h = root(f, beta, KIND)
         ahead = (h - 1.0) * f / (h * tl.sum(g, 1))
         d = tl.where(ahead > 0.0, d + ahead, d)
     return d
