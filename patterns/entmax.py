@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import example_of
 from sparse_inductor.graph.checks import check_device, without_outside_readers
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.saved import for_the_caller
@@ -103,7 +102,7 @@ class RowsMatch:
             tensor = above_one(e, tensor, fake(source).dtype)
         given = (source, tensor, number, found.dim)
         given += (found.undefined,) if found.undefined else ()
-        p = e.call(torch.ops.sparse_inductor.entmax.default, *given)
+        p = e.call(own_operator("entmax"), *given)
         p = e.cast(p, wanted)
         if found.written_out:  # entmax's functions save their results themselves
             p = for_the_caller(self.view, e, self.anchor, p)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import example_of
 from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
 from sparse_inductor.graph.contraction import PRODUCTS

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.graph.checks import check_followed, check_operands
 from sparse_inductor.graph.contraction import PRODUCTS, Contraction, Operand, contraction
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
@@ -68,7 +67,7 @@ class GatheredMatch:
         for axis in reversed(self.ones[0]):
             values = e.method("squeeze", values, axis)
         found = e.call(
-            torch.ops.sparse_inductor.sparse_decode.default,
+            own_operator("sparse_decode"),
             e.cast(values, y.dtype), self.indices, e.cast(self.weight, y.dtype), None,
         )  # fmt: skip
         for axis in self.ones[1]:

@@ -23,13 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.graph.checks import check_device, check_match, outside_no_grad
 from sparse_inductor.graph.contraction import PRODUCTS, contraction
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.graph.mesh import is_distributed
@@ -53,9 +52,9 @@ from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
 from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
-from sparse_inductor.ops.relu_ffn import may_take_popular, saves_nothing
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.popular import may_take_popular
 from sparse_inductor.policy.worth import Worth
 
 NAME = "relu_ffn"
@@ -133,7 +132,7 @@ class BlockMatch:
         weights += [None] * (4 - len(weights))
         down_bias = self._down_bias(e, dtype)
         op = e.call(
-            torch.ops.sparse_inductor.relu_ffn.default,
+            own_operator("relu_ffn"),
             x, *weights, self._down(e, dtype), None if r.tokens else down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.others.statistics),
             *([] if self.residual is None and not self.popular else [self.residual, self.popular]),
@@ -428,6 +427,8 @@ def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
     y = fake(reading.down.node)
     tokens = math.prod(s for d, s in enumerate(sizes) if d != reading.down.d_dim)
     neurons = sizes[reading.down.d_dim]
+    from sparse_inductor.ops.relu_ffn import saves_nothing
+
     if saves_nothing(y.device, y.dtype, tokens, neurons):
         return 0
     return len(reading.branches) * math.prod(sizes) * y.dtype.itemsize

@@ -16,10 +16,9 @@ import operator
 import torch
 from torch import fx, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
@@ -89,7 +88,7 @@ class DecoderMatch:
             factor = e.method("unsqueeze", e.method("flatten", factor), 1)
             weight = e.cast(e.call(operator.mul, weight, factor), dtype)
         y = e.call(
-            torch.ops.sparse_inductor.sparse_decode.default,
+            own_operator("sparse_decode"),
             e.cast(values, dtype), self.found.indices, weight, None if bias is None else e.cast(bias, dtype),
         )  # fmt: skip
         y = e.laid_out(down.finish(e, y), fake(self.anchor))

@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.graph.checks import check_operands
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
@@ -78,7 +77,7 @@ class ProductMatch:
         weight = e.cast(linear.weight(e), dtype)
         name = self.op.rpartition(":")[2]
         y = e.call(
-            getattr(torch.ops.sparse_inductor, name).default,
+            own_operator(name),
             e.cast(linear.linear_input(e), dtype),
             e.method("t", weight) if self.op == DECODER else weight,
             None if bias is None else e.cast(bias, dtype),

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor import compat
 from sparse_inductor.graph.checks import check_device, without_outside_readers
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements, static_size
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
@@ -32,9 +31,9 @@ from sparse_inductor.match.scoring.postings import Postings, postings_of
 from sparse_inductor.match.scoring.scored import Scores, names_of
 from sparse_inductor.match.scoring.topk import Top, top_of
 from sparse_inductor.match.scoring.weighted import weighted
-from sparse_inductor.ops._collections import Unrest, unrest_of
 from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.unrest import Unrest, unrest_of
 from sparse_inductor.policy.worth import Worth
 from sparse_inductor.reporting.records import watch_sparse_breaks
 
@@ -217,7 +216,7 @@ class SparseScores(Recogniser):
             with Emitter(anchor) as e:
                 s.shaped(e, s.emit(e))
                 found = None if top is None else s.emit(e, top.k)
-                cached = torch.ops.sparse_inductor.sparse_scores_topk_cached.default
+                cached = own_operator("sparse_scores_topk_cached")
                 if found is None or found.target is not cached:
                     return None
                 query, ids = map(fake, found.args[:2])

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.epilogue.functions import Interval
 from sparse_inductor.epilogue.ranges import prove, shared_bounds, steep, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.example import example_of
 from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
@@ -112,7 +111,7 @@ class HeadMatch:
         # None says the same; an AOTInductor package of torch 2.11 takes another dtype for the one that is named.
         named = None if wide == dtype else wide
         op = e.call(
-            torch.ops.sparse_inductor.splade_head.default,
+            own_operator("splade_head"),
             hidden, weight, bias, rows, render(program), named, self.wants_argmax, red.even,
         )  # fmt: skip
         values = e.call(operator.getitem, op, 0)

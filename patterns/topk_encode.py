@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
-from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
@@ -114,7 +113,7 @@ class EncoderMatch:
             _, x, shift = self.shifted
             shift = e.method("flatten", shift) if fake(shift).dim() != 1 else shift
         found = e.call(
-            torch.ops.sparse_inductor.topk_encode.default,
+            own_operator("topk_encode"),
             e.cast(x, dtype), e.cast(weight, dtype), None if bias is None else e.cast(bias, dtype),
             e.method("detach", p.scores) if self.given else None, self.k, True, shift,
         )  # fmt: skip

@@ -13,6 +13,7 @@ called, so a reference that outlives `disable()` is inert.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -224,9 +225,10 @@ class _CacheKey(_OurPass):
     """Its uuid takes part in the keys of Inductor's caches; what is compiled now calls operators directly."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        from .ops import _direct
+        if f"{__package__}.ops" in sys.modules:
+            from .ops import _direct
 
-        _direct.install()
+            _direct.install()
 
     def uuid(self) -> str | None:
         key = super().uuid()

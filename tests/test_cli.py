@@ -378,14 +378,19 @@ torch.compile(lambda x: x)
 added()
 sparse_inductor.enable()
 print(*added())
+sparse_inductor.explain(lambda x: x + 1, torch.ones(2))
+print(*added())
 """
 
 
 def test_what_is_imported():
-    """Importing the package imports nothing else; `enable()` what `torch.compile` does, and no kernels."""
+    """Importing the package imports nothing else; `enable()` what `torch.compile` does, and no kernels; a graph that
+    has nothing to rewrite defines no operators."""
     said = subprocess.check_output([sys.executable, "-c", IMPORTS], env=environment(), text=True)
-    imported, enabled = (line.split() for line in said.splitlines())
+    imported, enabled, explained = (line.split() for line in said.splitlines())
     assert imported == ["sparse_inductor"]
     assert {name.partition(".")[0] for name in enabled} <= {"sparse_inductor", "entmax"}, enabled
     kernels = {name for name in enabled if name.startswith("sparse_inductor.kernels.")}
     assert kernels == {"sparse_inductor.kernels.common", "sparse_inductor.kernels.common.arch"}
+    own = {name for name in (*enabled, *explained) if name.startswith("sparse_inductor.")}
+    assert not {name for name in own if name.startswith("sparse_inductor.ops")}

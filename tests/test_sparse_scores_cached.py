@@ -15,6 +15,7 @@ from torch import nn
 from sparse_inductor.kernels.sparse_scores import cpu as native
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops._direct import site
+from sparse_inductor.policy import unrest
 from support import compile_without_codegen, index_pays, only
 
 N, L, V, K = 60, 5, 40, 7
@@ -311,7 +312,7 @@ def test_an_exported_program_keeps_the_operator():
 
 def test_documents_that_change_go_back_to_as_written(monkeypatch):
     """Where only an index pays, and documents are others at each call, the code is compiled again without it."""
-    monkeypatch.setattr(cached, "RESTLESS", 4)
+    monkeypatch.setattr(unrest, "RESTLESS", 4)
     m, q = Program(), queries()
     monkeypatch.setenv("SPARSE_INDUCTOR_POLICY", "auto")
     with only("sparse_scores") as report, torch.no_grad():

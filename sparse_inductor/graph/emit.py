@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ from .fakes import evaluated, fake, memory_order, require_grad, static_size, ten
 from .view import GraphView
 
 _MADE_AGAIN = 8
+
+
+def own_operator(name: str) -> Callable[..., Any]:
+    """This package's operator of that name. All are defined when the first is asked for: few programs have one."""
+    importlib.import_module(f"{__package__.partition('.')[0]}.ops")
+    overload: Callable[..., Any] = getattr(torch.ops.sparse_inductor, name).default
+    return overload
 
 
 class Emitter:

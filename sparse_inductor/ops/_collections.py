@@ -9,19 +9,19 @@ row.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import compat
+from ..policy import unrest
 from ..policy.break_even import look_up
 from ..reporting.findings import bytes_text, count_text
 from ._checked_index import CheckedIndex, Documents, Found, Search
@@ -36,8 +36,6 @@ PATIENCE = 8
 """Calls in a row with unchanged documents after which an index is built."""
 ON_THE_SPOT = 1 << 18
 """Entries up to which an index is built by the call that finds it due."""
-RESTLESS = 32
-"""Calls with changed documents after which scoring goes back to as written, and one more for so many searches."""
 
 
 def collection_of(
@@ -99,7 +97,7 @@ def forget() -> None:
     """Drop all indexes, and what is known of collections."""
     with _lock:
         _known.clear()
-        _unrest.clear()
+        unrest.known.clear()
     _pays.cache_clear()
 
 
@@ -137,9 +135,9 @@ class Collection:
     def _versions_of(self, documents: Documents) -> tuple[int, ...]:
         return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
 
-    def _find_unrest(self) -> Unrest:
+    def _find_unrest(self) -> unrest.Unrest:
         """That of documents of this shape, looked up where they change: a search only counts in it."""
-        return unrest_of(self.device, self.num_terms, self._shape)
+        return unrest.unrest_of(self.device, self.num_terms, self._shape)
 
     @property
     def nbytes(self) -> int:
@@ -316,26 +314,6 @@ def _held(documents: Documents, held: int) -> list[Tensor]:
     return [t for i, t in enumerate(documents) if t is not None and held >> i & 1]
 
 
-@dataclasses.dataclass
-class Unrest:
-    """How often documents of one shape were found changed, and how often an index of such served."""
-
-    changed: int = 0
-    searches: int = 0
-
-    @property
-    def why(self) -> str:
-        """Why an index does not pay; empty where it may."""
-        many = self.changed > RESTLESS + self.searches // RESTLESS
-        return "documents change from call to call" if many else ""
-
-
-def unrest_of(device: torch.device, num_terms: int, ids: Sequence[int]) -> Unrest:
-    """That of all documents with ids of this shape, since the last `torch._dynamo.reset()`."""
-    key = compat.resets(), device.type, num_terms, tuple(ids)
-    return _unrest.setdefault(key, Unrest())
-
-
 def _drop(key: Hashable, collection: weakref.ref[Collection]) -> None:
     with _lock:
         if key in _known and _known[key] is collection():
@@ -344,7 +322,6 @@ def _drop(key: Hashable, collection: weakref.ref[Collection]) -> None:
 
 _lock = threading.RLock()  # a finalizer may run where it is held
 _known: dict[Hashable, Collection] = {}
-_unrest: dict[Hashable, Unrest] = {}
 
 
 def _in_child() -> None:

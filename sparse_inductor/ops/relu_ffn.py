@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import compat
 from ..epilogue.steps import ROW, Program, parse, run
 from ..epilogue.zero_threshold import zero_threshold
+from ..policy.popular import may_take_popular
 from . import _relu_ffn_aten as aten
 from ._arguments import as_rows, check_floats, differ
 from ._dispatch import (
@@ -124,18 +125,6 @@ def relu_ffn(
         x, *weights, gate_steps, up_steps, return_stats, residual, popular
     )
     return (y, stats) if return_stats else y
-
-
-# Neurons up to which the most active ones are told apart: one program counts through all of them.
-_MOST_COUNTED = 1 << 15
-# Elements of 16 bits in the largest load.
-_ALIGNED = 8
-
-
-def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool) -> bool:
-    """Whether a Hopper GPU takes popular neurons of such a block by products over all tokens."""
-    multiples = not (neurons % _ALIGNED or inputs % _ALIGNED)
-    return dtype.itemsize == 2 and multiples and not stats and neurons <= _MOST_COUNTED
 
 
 def capacity(N: int) -> int:

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+# Neurons up to which the most active ones are told apart: one program counts through all of them.
+_MOST_COUNTED = 1 << 15
+# Elements of 16 bits in the largest load.
+_ALIGNED = 8
 STEP = 128
 """Popular neurons are a multiple of this: a tile of a matrix product."""
 
@@ -24,6 +28,12 @@ class Apart(NamedTuple):
     each: float
     once: float
     dense: float = 1.0
+
+
+def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool) -> bool:
+    """Whether a Hopper GPU takes popular neurons of such a block by products over all tokens."""
+    multiples = not (neurons % _ALIGNED or inputs % _ALIGNED)
+    return dtype.itemsize == 2 and multiples and not stats and neurons <= _MOST_COUNTED
 
 
 def cheapest(active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.contraction import Contraction
-from ...graph.emit import Emitter
+from ...graph.emit import Emitter, own_operator
 from ...graph.view import GraphView, fake, static_size
 from .scores import ABSORBS, Scores
 from .transform import Transform, above_one
@@ -96,7 +96,7 @@ class Attention:
         shape = (*fake(q).shape[:3], fake(v).shape[3])
         out = e.declared(
             lambda: fake(q).new_empty(shape),
-            torch.ops.sparse_inductor.entmax_attention.default,
+            own_operator("entmax_attention"),
             q, k, v, bias, mask, alpha, None, None,
             number, self.scores.scale, None if self.fill == -math.inf else self.fill,
             self.causal, self.added, self.undefined,

@@ -18,7 +18,7 @@ from torch import fx
 from ... import compat
 from ...epilogue.steps import Step, render
 from ...graph.checks import check_device
-from ...graph.emit import Emitter
+from ...graph.emit import Emitter, own_operator
 from ...graph.fakes import same_size
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -65,7 +65,7 @@ class LayerMatch:
         x = e.call(operator.add, e.call(operator.getitem, attention, 0), src)
         x = x if first else norm(x, 1)
         block = e.call(
-            torch.ops.sparse_inductor.relu_ffn.default,
+            own_operator("relu_ffn"),
             norm(x, 2) if first else x, call["ffn_weight_1"], call["ffn_bias_1"], None, None,
             call["ffn_weight_2"], call["ffn_bias_2"], render((Step("relu"),)), "", False,
         )  # fmt: skip

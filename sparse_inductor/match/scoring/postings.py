@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.emit import Emitter
+from ...graph.emit import Emitter, own_operator
 from ...graph.indices import only_new_axes
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -85,13 +85,13 @@ class Postings:
         if self.earlier:
             parts = [*(p.lists(e) for p in self.earlier), (positions, weights, mask)]
             positions, weights, mask = _joined(e, parts)
-        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
+        dtype = fake(self.node).dtype
         if dtype == torch.float64:
             weights = e.cast(weights, dtype)
         args = (positions, weights, mask, self.docs.source, self.w.gather.source, self.num_docs)
         if k is None:
-            return e.call(ops.sparse_scores_postings.default, *args, dtype)
-        return e.call(ops.sparse_scores_postings_topk.default, *args, k, dtype)
+            return e.call(own_operator("sparse_scores_postings"), *args, dtype)
+        return e.call(own_operator("sparse_scores_postings_topk"), *args, k, dtype)
 
     def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
         """[B, N] in the shape of the user's result."""

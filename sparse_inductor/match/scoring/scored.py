@@ -12,7 +12,7 @@ from torch import fx
 
 from ... import compat
 from ...graph.effects import same_geometry
-from ...graph.emit import Emitter
+from ...graph.emit import Emitter, own_operator
 from ...graph.names import Call, canonical, name_of
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, fake, same_size, static_size
@@ -70,7 +70,7 @@ class Scores:
 
     def emit(self, e: Emitter, k: Any = None) -> fx.Node:
         """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
-        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
+        dtype = fake(self.node).dtype
         query = self.w.query(e)
         if dtype == torch.float64:  # a sum may compute in it, of narrower products
             query = e.cast(query, dtype)
@@ -85,11 +85,13 @@ class Scores:
             num_docs = -1  # of padded documents the operator sees it itself
         args = (query, ids, values, rows, offsets, num_docs)
         if k is None:
-            return e.call(ops.sparse_scores.default, *args, dtype, self._lookup)
+            return e.call(own_operator("sparse_scores"), *args, dtype, self._lookup)
         held = sum(1 << i for i, t in enumerate(args[1:5]) if t is not None and _is_held(t))
         if not held & 3 or compat.current_code() is None:  # made anew at each call, or exported
-            return e.call(ops.sparse_scores_topk.default, *args, k, dtype, self._lookup)
-        return e.call(ops.sparse_scores_topk_cached.default, *args, k, dtype, self._lookup, held)
+            return e.call(own_operator("sparse_scores_topk"), *args, k, dtype, self._lookup)
+        return e.call(
+            own_operator("sparse_scores_topk_cached"), *args, k, dtype, self._lookup, held
+        )
 
     @property
     def _lookup(self) -> str:
