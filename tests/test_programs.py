@@ -17,21 +17,20 @@ BY_ID = {case.id: case for case in CASES}
 
 # What Inductor makes of a rewritten graph is the same however it was written, so a few of each family go that far.
 THROUGH_INDUCTOR = (
-    "published.splade_head-naver_log1plus_mul_maxdim__infer",
-    "published.splade_head-naver_log1plus_mul_maxdim__train",
-    "published.relu_ffn-llama_relu__infer",
-    "published.relu_ffn-statistics__train",
-    "published.entmax-pkg_entmax15_masked_fill__infer",
-    "published.entmax-pkg_bisect_learned_alpha__train",
-    "published.sparse_scores-padded_scatter_add_end_to_end",
-    heavy("published.splade_head-scaling_retriever_inplace_scale__train"),
-    heavy("published.splade_head-log1p_autocast_bf16"),
-    heavy("published.splade_head-lib_st_sparseencoder_bert"),
-    heavy("published.relu_ffn-llama_relu__train"),
-    heavy("published.relu_ffn-llama_autocast__train"),
-    heavy("published.entmax-function_sparsemax__train"),
-    heavy("published.entmax-lib_llama__infer"),
-    heavy("published.sparse_scores-padded_rows_einsum"),
+    "splade_head-naver__infer",
+    "splade_head-naver__train",
+    "relu_ffn-relu_times_up__infer",
+    "relu_ffn-both_statistics__train",
+    "entmax-fill_minus_infinity__infer",
+    "entmax-alpha_per_head__train",
+    "sparse_scores-padded_scatter_add_end_to_end",
+    heavy("splade_head-scaling_retriever_inplace_scale__train"),
+    heavy("splade_head-autocast_naver__infer"),
+    heavy("relu_ffn-relu_times_up__train"),
+    heavy("relu_ffn-autocast__train"),
+    heavy("entmax-function_sparsemax__train"),
+    heavy("entmax-lib_llama__infer"),
+    heavy("sparse_scores-einsum_over_batch__infer"),
 )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -105,3 +106,15 @@ class Group:
             return function
 
         return register
+
+    def formulas(self, **named: Callable[[], Any]) -> Callable[..., Callable]:
+        """A decorator of functions of tensors alone: their parameters are what `named` makes, or `inputs`."""
+
+        def formula(*how: Any, inputs: Mapping[str, Callable[[], Any]] = {}, **fields: Any):
+            def make(function: Callable) -> tuple:
+                makers = {**named, **inputs}
+                return function, tuple(makers[p]() for p in inspect.signature(function).parameters)
+
+            return self.function(make, *how, **fields)
+
+        return formula

@@ -19,7 +19,7 @@ from sparse_inductor.explanation.explain import Explanation
 from sparse_inductor.reporting.graphs import GraphNode
 from sparse_inductor.testing import assert_matches_reference, assert_not_rewritten, assert_rewrites
 
-__all__ = ["check"]
+__all__ = ["check", "products"]
 
 
 def check(case: Case, how: str = "eager") -> Explanation:
@@ -46,7 +46,7 @@ def check(case: Case, how: str = "eager") -> Explanation:
         assert_rewrites(explanation, expected={case.pattern: case.rewrites})
         assert not explanation.graph_breaks
         if case.dense is not None:
-            left = _products(explanation, case.dense)
+            left = products(explanation, case.dense)
             assert not left, f"what a rewrite saves is still computed: {left}"
     elif case.expect != "maybe":
         assert_not_rewritten(explanation, pattern=case.pattern)
@@ -69,7 +69,7 @@ def _check_reason(case: Case, explanation: Explanation) -> None:
     assert told, f"{case.why}: wanted {reason!r} at {line!r}, was told {said}"
 
 
-def _products(explanation: Explanation, numel: int) -> list[str]:
+def products(explanation: Explanation, numel: int) -> list[str]:
     """Matrix products in the rewritten graphs with at least so many results that somebody reads."""
     return [
         str(node)

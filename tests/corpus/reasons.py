@@ -10,21 +10,13 @@ from __future__ import annotations
 TRUE: dict[str, dict[str, tuple[str, str]]] = {}
 NOTHING_OF_IT: dict[str, dict[str, str]] = {}
 
-TRUE["published.splade_head"] = {
-    "st_sum": ("sum pooling", "torch.sum(t, dim=1)"),
-    "nm_mean_pool": ("sum pooling", ".sum(1)"),
-    "nm_last_token": ("one token", "logits[torch.arange("),
-    "nm_max_over_batch": ("over the batch", "amax(dim=0)"),
-    "nm_logits_returned": ("logits are also returned", "self.decoder(hidden)"),
-    "nm_activations_reused_sum": ("sum pooling", "(tokens * keep).sum(1)"),
-    "nm_filled_before_the_mask": ("a mask of tokens comes after", "mask.unsqueeze(-1)"),
-    "nm_sine_between": ("sin is not monotone", "torch.sin(logits)"),
-    "nm_min_pool": ("minimum", "amin(1)"),
-    "nm_logsumexp_pool": ("log-sum-exp", "torch.logsumexp("),
-    "nm_bge_m3_scatter_max": ("scatter", "torch.scatter("),
-}
-
 TRUE["splade_head"] = {
+    "last_token": ("one token", "logits[torch.arange("),
+    "max_over_batch": ("over the batch", "amax(dim=0)"),
+    "activations_reused_sum": ("sum pooling", "(weights * keep).sum(1)"),
+    "filled_before_the_mask": ("a mask of tokens comes after", "mask.unsqueeze(-1)"),
+    "sine_between": ("sin is not monotone", "torch.sin(logits)"),
+    "bge_m3_scatter_max": ("scatter", "torch.scatter("),
     "weight_written_after_it_was_repeated": ("neither is a weight", "torch.bmm("),
     "importance_written_to": ("may be negative", "* importance"),
     "softmax_over_vocabulary": ("softmax", "logits.softmax(dim=-1)"),
@@ -41,7 +33,7 @@ TRUE["splade_head"] = {
     "mlm_loss_on_the_same_logits": ("also read by cross_entropy", "F.cross_entropy("),
     "assertion_about_the_logits": ("also read by isfinite", "assert torch.isfinite("),
     "hook_keeps_logits": ("also read by sum", "self.decoder.last.sum()"),
-    "hook_replaces_logits": ("softmax", "register_forward_hook"),
+    "hook_replaces_logits": ("softmax", "out.softmax(dim=-1)"),
     "logits_kept_in_an_attribute": ("logits are also returned", "self.last_logits ="),
     "mask_of_tokens_and_terms": ("differs by token and by output", "masked_fill(itself"),
     "gate_of_tokens_and_terms": (
@@ -89,26 +81,16 @@ TRUE["splade_head"] = {
     "one_sequence_under_several_masks": ("mul spreads the values", "m.unsqueeze(-1)"),
 }
 
-TRUE["published.relu_ffn"] = {
+TRUE["relu_ffn"] = {
     "encoder_layer_with_dropout": (
         "dropout is active",
         "",
     ),  # in torch's own module: no line of the user's
     "relu_of_the_product": ("relu after the product of two", "F.relu(m.gate(x) * m.up(x))"),
-    "activations_returned": ("activations are also returned", "h ="),
     "sub_norm": ("rms_norm", "F.rms_norm("),
-    "leaky": ("leaky_relu", "F.leaky_relu("),
-    "residual_inside": ("add combines two tensors", "+ m.gate(x)"),
     "scalar_gate": ("of every token", "[..., :1]"),
     "fake_quantised": ("fake_quantize", "fake_quantize"),
     "lib_bitnet": ("of every token", "torch.rsqrt("),  # a norm, written out in the module
-}
-NOTHING_OF_IT["published.relu_ffn"] = {
-    "gelu": "no rectifier",
-    "no_down_projection": "one linear",
-}
-
-TRUE["relu_ffn"] = {
     "learned_threshold_of_a_gate": ("a factor of its own", "h > torch.linspace(0, 0.2, N)"),
     "weighed_by_what_may_be_negative": ("also read by mul", "(h * m.up.bias).abs()"),
     "one_neuron_of_one_sequence_ablated": ("single elements", "h[0, :, 3] = 0.0"),
@@ -180,6 +162,7 @@ TRUE["relu_ffn"] |= {
     "stacked_tokens_written_in_between": ("changed in place before", "torch.einsum("),
 }
 NOTHING_OF_IT["relu_ffn"] = {
+    "no_down_projection": "one linear",
     "conv_window": "a convolution that is no linear",
     "conv_stride": "a convolution that is no linear",
     "gelu_block": "no rectifier",
@@ -187,10 +170,7 @@ NOTHING_OF_IT["relu_ffn"] = {
     "relu_outside": "no rectifier between the linears",
 }
 
-TRUE["published.sparse_scores"] = {
-    "message_passing": ("rows of features", "index_add_(0, s.row, x[s.terms]"),
-    "accumulate_into_prior": ("does not start at zero", "q.new_ones(N)"),
-    "learnt_document_weights": ("weights are learnt", "self.weights"),
+TRUE["sparse_scores"] = {
     "postings_and_a_row_to_spare": ("rows that belong to no query", "acc.scatter_add_("),
     "scatter_and_a_row_to_spare": ("rows that belong to no query", "scatter_add_(1, rows"),
     "products_of_eight_bits": ("the products are torch.uint8", "q[:, s.ids]"),
@@ -198,13 +178,6 @@ TRUE["published.sparse_scores"] = {
     "embedding_with_padding_idx": ("padding_idx keeps the gradient", "self.weight(self.ids)"),
     "embedding_with_scale_grad_by_freq": ("divides the gradient", "self.weight(self.ids)"),
     "accumulator_kept_in_a_buffer": ("the accumulator is the caller's", "s.scores.index_add_("),
-}
-NOTHING_OF_IT["published.sparse_scores"] = {
-    "dense_product": "a dense product",
-    "expert_combine": "nothing is gathered",
-}
-
-TRUE["sparse_scores"] = {
     "candidates_of_each_query": ("documents of its own", "q.gather("),
     "candidates_ranked_again": ("dense vectors", "vectors[candidates]"),
     "gathered_weights_reused": ("also read by gt", "(picked > 0)"),
@@ -238,6 +211,8 @@ TRUE["sparse_scores"] = {
     "best_list_of_a_document": ("'amax': only sums", ".scatter_reduce(1, docs"),
 }
 NOTHING_OF_IT["sparse_scores"] = {
+    "dense_product": "a dense product",
+    "activations_combined": "nothing is gathered",
     "norm_of_an_embedding": "an embedding",
     "average_of_embeddings": "an embedding",
     "rows_reversed": "a lookup by two coordinates that are not followed",
@@ -249,21 +224,10 @@ NOTHING_OF_IT["sparse_scores"] = {
     "document_lengths": "no query takes part",
 }
 
-TRUE["published.entmax"] = {
-    "pkg_entmax15_dropout": ("dropout is active", "F.dropout(p"),
-    "miss_sparsity_statistics": ("also read by eq", "(p == 0)"),
-    "miss_mask_afterwards": ("mul changes the probabilities", "* mask"),
-    "miss_loss": ("Fenchel-Young loss", "entmax15_loss("),
-    "miss_budget": ("budget", "budget_bisect("),
-    "miss_relu": ("rectified scores", "F.relu(q @ k"),
-    "miss_wrong_scale": ("multiplied by 1", "F.relu(z - ("),
-}
-NOTHING_OF_IT["published.entmax"] = {
-    "miss_sdpa": "softmax",
-    "miss_tabnet": "the rows are rewritten; there is no product that an attention would end in",
-}
-
 TRUE["entmax"] = {
+    "sparsity_statistics": ("also read by eq", "(p == 0)"),
+    "fenchel_young_loss": ("Fenchel-Young loss", "entmax15_loss("),
+    "attention_of_wrong_scale": ("multiplied by 1", "F.relu(z - ("),
     "mask_filled_after_its_cast": ("changed in place", "bias = (1 - keep"),
     "scores_read_through_a_view_afterwards": ("mul is written in place and lives on", "z -="),
     "another_mask_afterwards": ("where changes the probabilities", "torch.where(dropped.mT"),
@@ -324,6 +288,8 @@ TRUE["entmax"] = {
     "keys_written_before_the_values": ("changed in place before", "q @ k.mT"),
 }
 NOTHING_OF_IT["entmax"] = {
+    "scaled_dot_product_attention": "softmax",
+    "tabnet": "the rows are rewritten; there is no product that an attention would end in",
     "routed_to_experts": "the rows are rewritten; no keys are looked at",
     "features_weighed": "the rows are rewritten; no keys are looked at",
     "softmax": "softmax",

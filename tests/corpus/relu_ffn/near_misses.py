@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from corpus.case import BOTH
-from corpus.relu_ffn.registry import TRAIN, B, K, N, S, block, program, tokens, weight
+from corpus.relu_ffn.registry import TRAIN, B, K, N, S, block, formula, program, tokens, weight
 
 miss = functools.partial(block, "no_rewrite")
 seen = functools.partial(block, "no_rewrite")
@@ -109,45 +109,39 @@ def down_without_gradients(x, m):
     return y + x
 
 
-@program("no_rewrite", "the down weight is an activation: attention with relu, not a block")
-def relu_attention():
+@formula(
+    "no_rewrite",
+    "the down weight is an activation: attention with relu, not a block",
+    inputs={"q": tokens, "k": tokens, "v": tokens},
+)
+def relu_attention(q, k, v):
     """Primer's cousin: relu(q k^T) v."""
+    return torch.relu(q @ k.transpose(-1, -2)) @ v
 
-    def attention(q, k, v):
-        return torch.relu(q @ k.transpose(-1, -2)) @ v
 
-    return attention, (tokens(), tokens(), tokens())
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(weight(3, K, N).detach())
+        self.down = torch.nn.Parameter(weight(3, N, K, seed=37).detach())
+
+    def forward(self, x):
+        return torch.bmm(torch.relu(torch.bmm(x, self.up)).square(), self.down)
 
 
 @program("no_rewrite", "a down projection for every expert")
 def stacked_experts():
     """All experts of a mixture at once, as Llama 4 and GPT-OSS keep their weights."""
-
-    class Experts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = torch.nn.Parameter(weight(3, K, N).detach())
-            self.down = torch.nn.Parameter(weight(3, N, K, seed=37).detach())
-
-        def forward(self, x):
-            return torch.bmm(torch.relu(torch.bmm(x, self.up)).square(), self.down)
-
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
-@program("no_rewrite", "the two linears are written to one another's input", modes=(False,))
-def input_written():
+@formula("no_rewrite", "the two linears are written to one another's input", modes=(False,))
+def input_written(x, g, u, d):
     """x changes between the gate and the up projection."""
-
-    def ffn(x, g, u, d):
-        a = torch.relu(x @ g)
-        x.mul_(2.0)
-        return (a * (x @ u)) @ d
-
-    def fresh(x, *rest):
-        return ffn(x.clone(), *rest)
-
-    return fresh, (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36))
+    x = x.clone()
+    a = torch.relu(x @ g)
+    x.mul_(2.0)
+    return (a * (x @ u)) @ d
 
 
 @seen("a statistic of every neuron needs the activations")
@@ -175,25 +169,20 @@ def dropout_of_each_input_in_eval(x, m):
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
 
 
-@program("no_rewrite", "one sequence becomes two between the projections")
-def sequences_spread_by_a_mask():
+ONE_SEQUENCE = {"x": lambda: tokens(shape=(1, S, K))}
+
+
+@formula("no_rewrite", "one sequence becomes two between the projections", inputs=ONE_SEQUENCE)
+def sequences_spread_by_a_mask(x, w, d):
     """tokens [1, S, K], a mask [B, S, 1]"""
-
-    def ffn(x, keep, u, d):
-        return torch.relu(x @ u).masked_fill(~keep, 0.0) @ d
-
     keep = (torch.arange(S) < torch.tensor([[S], [3]]))[..., None]
-    return ffn, (tokens(shape=(1, S, K)), keep, weight(K, N), weight(N, K, seed=36))
+    return torch.relu(x @ w).masked_fill(~keep, 0.0) @ d
 
 
-@program("no_rewrite", "zeros of another shape than what they bound")
-def sequences_spread_by_zeros():
+@formula("no_rewrite", "zeros of another shape than what they bound", inputs=ONE_SEQUENCE)
+def sequences_spread_by_zeros(x, w, d):
     """torch.maximum(h, zeros(B, S, N)) of one sequence"""
-
-    def ffn(x, u, d):
-        return torch.maximum(x @ u, torch.zeros(B, S, N)) @ d
-
-    return ffn, (tokens(shape=(1, S, K)), weight(K, N), weight(N, K, seed=36))
+    return torch.maximum(x @ w, torch.zeros(B, S, N)) @ d
 
 
 @seen("one half of the tokens gates the other")

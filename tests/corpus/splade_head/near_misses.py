@@ -15,12 +15,11 @@ from corpus.splade_head.registry import (
     D,
     S,
     V,
-    Vocabulary,
     encoder,
+    formula,
     hidden,
     ids,
     mask,
-    program,
     tokens,
     weight,
 )
@@ -121,35 +120,33 @@ def mlm_loss_on_the_same_logits(self, h, mask, labels):
     return pooled, F.cross_entropy(logits.view(-1, V), labels.view(-1))
 
 
-@program("no_rewrite", "a forward hook keeps the logits", INFER)
-def hook_keeps_logits():
+def hooked(hook):
+    """A decoder with a forward hook."""
+    decoder = nn.Linear(D, V)
+    decoder.register_forward_hook(hook)
+    return decoder
+
+
+@encoder(
+    "no_rewrite",
+    "a forward hook keeps the logits",
+    INFER,
+    parts={"decoder": lambda: hooked(lambda m, i, out: setattr(m, "last", out))},
+)
+def hook_keeps_logits(self, h, mask):
     """A probe that records what the decoder returned."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.decoder.register_forward_hook(lambda m, i, out: setattr(m, "last", out))
-
-        def forward(self, h, mask):
-            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-            return pooled, self.decoder.last.sum()
-
-    return Model(), (hidden(), mask())
+    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+    return pooled, self.decoder.last.sum()
 
 
-@program("no_rewrite", "a forward hook replaces the logits")
-def hook_replaces_logits():
+@encoder(
+    "no_rewrite",
+    "a forward hook replaces the logits",
+    parts={"decoder": lambda: hooked(lambda m, i, out: out.softmax(dim=-1))},
+)
+def hook_replaces_logits(self, h, mask):
     """A hook that turns logits into probabilities."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.decoder.register_forward_hook(lambda m, i, out: out.softmax(dim=-1))
-
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @encoder("no_rewrite", "the model remembers its logits", INFER)
@@ -290,21 +287,16 @@ def projected_after_activation(self, h, mask):
     return torch.relu(self.out(tokens(self.decoder(h)))).amax(dim=1)
 
 
-@program("no_rewrite", "a weight matrix a sequence")
-def weight_per_sequence():
+@encoder(
+    "no_rewrite",
+    "a weight matrix a sequence",
+    inputs=(hidden, mask, lambda: torch.tensor([2, 0, 3])),
+    parts={"decoder": nn.Module, "heads": lambda: nn.Parameter(torch.randn(4, D, V))},
+)
+def weight_per_sequence(self, h, mask, language):
     """Language-specific projections gathered per sample, then bmm."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(41)
-            self.heads = nn.Parameter(torch.randn(4, D, V))
-
-        def forward(self, h, mask, language):
-            logits = torch.bmm(h, self.heads[language])
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask(), torch.tensor([2, 0, 3]))
+    logits = torch.bmm(h, self.heads[language])
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @encoder("no_rewrite", "noise is added to the logits", TRAIN)
@@ -329,26 +321,30 @@ def batch_norm_on_logits(logits, mask):
     return (tokens(flat.view_as(logits)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "integer logits", INFER)
-def integer_logits():
+@formula(
+    "no_rewrite",
+    "integer logits",
+    INFER,
+    inputs={
+        "h": lambda: torch.arange(B * S * D).view(B, S, D) % 17 - 8,
+        "w": lambda: torch.arange(V * D).view(V, D) % 11 - 5,
+    },
+)
+def integer_logits(h, mask, w):
     """An int8 model that accumulates in int64."""
-
-    def encode(h, mask, w):
-        return torch.relu((h @ w.T) * mask.unsqueeze(-1)).amax(dim=1)
-
-    h = torch.arange(B * S * D).view(B, S, D) % 17 - 8
-    return encode, (h, mask(), torch.arange(V * D).view(V, D) % 11 - 5)
+    return torch.relu((h @ w.T) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "complex logits", INFER)
-def complex_logits():
+@formula(
+    "no_rewrite",
+    "complex logits",
+    INFER,
+    inputs={"real": weight, "imaginary": lambda: weight(seed=42)},
+)
+def complex_logits(h, mask, real, imaginary):
     """The modulus of a complex projection."""
-
-    def encode(h, mask, real, imaginary):
-        logits = torch.complex(h, h.flip(-1)) @ torch.complex(real, imaginary).T
-        return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return encode, (hidden(), mask(), weight(), weight(seed=42))
+    logits = torch.complex(h, h.flip(-1)) @ torch.complex(real, imaginary).T
+    return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head("a straight-through estimator: value and gradient differ", TRAIN)
