@@ -13,16 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from corpus.case import Case
+from corpus.check import check, products
 from sparse_inductor.integrations.sentence_transformers import drop_logits
-from support import (
-    assert_same_result,
-    compile_without_codegen,
-    heavy,
-    near_misses,
-    only_splade_head,
-    rewrites,
-    run_three_ways,
-)
+from sparse_inductor.testing import assert_matches_reference
+from support import compile_without_codegen, heavy, near_misses, only_splade_head, rewrites
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,49 +108,36 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(5, V, (B, S)) * mask, mask
 
 
-def case_of(build, training, **fields) -> Case:
-    return Case(build.__name__, "", lambda: (Splade(build), tokens()), training=training, **fields)
-
-
-def assert_one_head(case: Case, report) -> None:
-    outcome = run_three_ways(case)
-    found = rewrites(report)
-    # With symbolic sizes Dynamo may start over after it has called the backend: the same head, twice.
-    graphs = outcome.compiled.dynamo_graphs
-    assert len(found) == graphs and len({r.location for r in found}) == 1, near_misses(report)
-    assert graphs == 1 or case.dynamic
-    assert not outcome.compiled.matmuls(B * S * V)
-    assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
-    assert outcome.eager.outputs[0].count_nonzero() > B * V / 4
+def check_head(build, training: bool, **fields) -> None:
+    """What `build` makes of no arguments: one head, and no logits are left."""
+    with only_splade_head():
+        check(Case("", "", build, training=training, dense=B * S * V, **fields), how="aten")
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("training", [heavy(False), True], ids=["infer", "train"])
 @pytest.mark.parametrize("build", MODELS)
 def test_head_is_rewritten(build, training):
-    with only_splade_head() as report:
-        assert_one_head(case_of(build, training), report)
+    with torch.no_grad():
+        assert Splade(build)(*tokens()).count_nonzero() > B * V / 4
+    check_head(lambda: (Splade(build), tokens()), training)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("build", [bert, heavy(distilbert), heavy(qwen2)])
 def test_dynamic_shapes(build):
-    with only_splade_head() as report:
-        assert_one_head(case_of(build, True, dynamic=True), report)
+    """Dynamo may start over after it has called the backend: the same head, twice."""
+    case = Case("", "", lambda: (Splade(build), tokens()), "maybe", "twice", True, dynamic=True)
+    with only_splade_head():
+        found = check(case, how="aten")
+    assert len(found.report.rewrites) == len(found.graphs)
+    assert len({r.location for r in found.report.rewrites}) == 1
+    assert not [product for product in products(found, V) if f", {V}] = " in product]
 
 
 def test_autocast():
     """Small weights: in bf16 a deep random network is noise, in eager mode too."""
-    case = Case(
-        "autocast",
-        "",
-        lambda: (Splade(bert, std=0.1), tokens()),
-        training=True,
-        autocast=torch.bfloat16,
-        precision=torch.bfloat16,
-    )
-    with only_splade_head() as report:
-        assert_one_head(case, report)
+    check_head(lambda: (Splade(bert, std=0.1), tokens()), True, autocast=torch.bfloat16)
 
 
 @pytest.mark.sample(1)
@@ -186,10 +167,7 @@ def test_gradient_checkpointing(build):
         model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         return model, tokens()
 
-    with only_splade_head() as report:
-        outcome = run_three_ways(Case(build.__name__, "", checkpointed, training=True))
-        assert len(rewrites(report)) == 1, near_misses(report)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, torch.float32)
+    check_head(checkpointed, True)
 
 
 def test_logits_for_a_loss_as_well_are_left_alone():
@@ -200,12 +178,22 @@ def test_logits_for_a_loss_as_well_are_left_alone():
             out = self.lm(input_ids=ids, attention_mask=mask, labels=ids)
             return (torch.log1p(torch.relu(out.logits)) * mask.unsqueeze(-1)).amax(1), out.loss
 
-    with only_splade_head() as report:
-        case = Case("with_loss", "", lambda: (WithLoss(bert), tokens()), training=True)
-        outcome = run_three_ways(case)
-        assert not rewrites(report)
-        assert any("also read by" in m.reason for m in near_misses(report)), near_misses(report)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, torch.float32)
+    with only_splade_head():
+        found = assert_matches_reference(
+            WithLoss(bert).train(), tokens(), inference=False, vary=0, must_rewrite=False
+        )
+    assert not found.report.rewrites
+    assert any("also read by" in m.reason for m in found.report.near_misses)
+
+
+def test_only_the_backbone_is_compiled():
+    """The logits leave the graph, and the pooling is not inside it."""
+    model = Splade(bert).eval()
+    with only_splade_head() as report, torch.no_grad():
+        expected = model(*tokens())
+        model.lm.compile(backend=compile_without_codegen(model.lm)._backend)
+        torch.testing.assert_close(model(*tokens()), expected)
+        assert not report.rewrites
 
 
 # --- sentence-transformers ------------------------------------------------------------------------
@@ -255,21 +243,14 @@ class Embed(nn.Module):
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
 def test_sparse_encoder(checkpoint, training, activation):
     encoder = sparse_encoder(checkpoint, activation_function=activation)
-    case = Case("sparse_encoder", "", lambda: (Embed(encoder), tokens()), training=training)
-    with only_splade_head() as report:
-        assert_one_head(case, report)
+    check_head(lambda: (Embed(encoder), tokens()), training)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 def test_chunked_pooling_of_a_sparse_encoder(checkpoint, training):
     encoder = sparse_encoder(checkpoint, chunk_size=4)
-    case = Case("chunked", "", lambda: (Embed(encoder), tokens()), training=training)
-    with only_splade_head() as report:
-        outcome = run_three_ways(case)
-        assert rewrites(report), near_misses(report)
-        assert not outcome.compiled.matmuls(B * S * V)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
+    check_head(lambda: (Embed(encoder), tokens()), training, rewrites=3)
 
 
 def encode(encoder) -> Tensor:
@@ -339,32 +320,16 @@ def test_dropping_logits_concerns_one_encoder_until_it_is_undone(encoder):
     assert "forward" not in vars(encoder)
 
 
-def splade_loss(encoder):
-    from sentence_transformers.sparse_encoder.losses import (
-        SparseMultipleNegativesRankingLoss,
-        SpladeLoss,
-    )
+def splade_loss(encoder, name: str = "SpladeLoss"):
+    from sentence_transformers.sparse_encoder import losses
 
-    ranking = SparseMultipleNegativesRankingLoss(encoder)
-    return SpladeLoss(
-        encoder, ranking, document_regularizer_weight=3e-2, query_regularizer_weight=5e-2
-    )
+    ranking = losses.SparseMultipleNegativesRankingLoss(encoder)
+    weights = {"document_regularizer_weight": 3e-2, "query_regularizer_weight": 5e-2}
+    return getattr(losses, name)(encoder, ranking, **weights)
 
 
-def cached_splade_loss(encoder):
-    from sentence_transformers.sparse_encoder.losses import (
-        CachedSpladeLoss,
-        SparseMultipleNegativesRankingLoss,
-    )
-
-    ranking = SparseMultipleNegativesRankingLoss(encoder)
-    return CachedSpladeLoss(
-        encoder, ranking, document_regularizer_weight=3e-2, query_regularizer_weight=5e-2
-    )
-
-
-@pytest.mark.parametrize("make_loss", [splade_loss, heavy(cached_splade_loss)])
-def test_a_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint, make_loss):
+@pytest.mark.parametrize("name", ["SpladeLoss", heavy("CachedSpladeLoss")])
+def test_a_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint, name):
     """Unchanged training code; gradients are those of the encoder that was not compiled. The cached loss embeds without
     gradients first, and once more with them where those of its embeddings are known."""
     plain = sparse_encoder(checkpoint).train()
@@ -373,7 +338,7 @@ def test_a_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint, make_loss)
 
     def gradients(model):
         batch = [model.preprocess(column) for column in texts]
-        losses = make_loss(model)([dict(b) for b in batch], torch.arange(2))
+        losses = splade_loss(model, name)([dict(b) for b in batch], torch.arange(2))
         sum(losses.values()).backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 

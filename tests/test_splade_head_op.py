@@ -9,11 +9,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sparse_inductor.ops import splade_head
-from support import TOLERANCE, error, heavy
+from support import TOLERANCE, Largest, error, heavy
 
 INF = math.inf
 ops = torch.ops.sparse_inductor
@@ -732,23 +730,6 @@ def test_inside_a_module_that_is_deep_copied_and_moved():
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of one storage that any operator made, those inside our operators included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "sparse_inductor":
-            with self:  # the kernel's own calls, rather than the operator as one
-                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.layout == torch.strided:
-                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
-        return out
 
 
 @pytest.mark.parametrize("argmax", [False, True])
