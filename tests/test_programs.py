@@ -10,7 +10,6 @@ import torch
 import sparse_inductor
 from corpus.cases import CASES
 from corpus.check import check
-from corpus.reasons import NOTHING_OF_IT, TRUE
 from support import heavy
 
 BY_ID = {case.id: case for case in CASES}
@@ -58,9 +57,3 @@ def test_program_through_inductor(name):
 def test_names_are_unique():
     twice = [name for name, n in collections.Counter(case.id for case in CASES).items() if n > 1]
     assert not twice
-
-
-def test_every_near_miss_has_its_reason_and_nothing_else_has():
-    near = {(case.group, case.program) for case in CASES if case.expect == "no_rewrite"}
-    said = [(group, name) for table in (TRUE, NOTHING_OF_IT) for group in table for name in table[group]]  # fmt: skip
-    assert sorted(said) == sorted(near)

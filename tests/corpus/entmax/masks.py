@@ -524,7 +524,7 @@ def positions_written_through_a_view(q, k, v, mask):
     return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
 
 
-@attention("no_rewrite", "the mask is another one by then")
+@attention("no_rewrite", "changed in place", at="bias = (1 - keep")
 def mask_filled_after_its_cast(q, k, v, mask):
     """the bias was made of the mask as it was before"""
     keep = mask.clone()

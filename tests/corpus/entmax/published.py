@@ -110,14 +110,14 @@ def scaled_dot_product_attention(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
 
 
-@near_miss("the zeros are counted")
+@near_miss("also read by eq", at="(p == 0)")
 def sparsity_statistics(q, k, v, mask):
     """RoBERTa of the AdaSplash experiments"""
     p = entmax.entmax15((q @ k.mT).masked_fill(~mask[:, None, None], -1e9), dim=-1)
     return p @ v, ((p == 0) & mask[:, None, None]).sum(-1).float().mean()
 
 
-@attention("no_rewrite", "a Fenchel-Young loss")
+@attention("no_rewrite", "Fenchel-Young loss", at="entmax15_loss(")
 def fenchel_young_loss(q, k, v, mask):
     """entmax15_loss"""
     return entmax.entmax15_loss(q.reshape(-1, D), torch.zeros(B * H * L, dtype=torch.long)).sum()
@@ -136,7 +136,7 @@ def attention_not_renormalised(q, k, v, mask):
     return entmax.entmax_bisect(q @ k.mT, alpha=1.5, n_iter=8, ensure_sum_one=False) @ v
 
 
-@near_miss("no threshold is looked for")
+@near_miss("multiplied by 1", at="F.relu(z - (")
 def attention_of_wrong_scale(q, k, v, mask):
     """relu(z - max + 1) ** 2 normalised"""
     z = q @ k.mT

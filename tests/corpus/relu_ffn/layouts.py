@@ -119,7 +119,12 @@ def baddbmm_of_shared_weights(x, b, w, d):
     return torch.baddbmm(x, h, d.expand(B, N, K), beta=0.5)
 
 
-@formula("no_rewrite", "the two share a tensor", inputs={"d": lambda: weight(N, N, seed=36)})
+@formula(
+    "no_rewrite",
+    "out of the block itself",
+    inputs={"d": lambda: weight(N, N, seed=36)},
+    at="torch.addmm(h, torch.relu(h), d)",
+)
 def addmm_of_its_own_activations(x, w, d):
     """h + relu(h) D"""
     h = x.flatten(0, 1) @ w

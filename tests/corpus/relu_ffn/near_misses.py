@@ -26,51 +26,51 @@ def silu_gate(x, m):
     return m.down(F.silu(m.gate(x)) * m.up(x))
 
 
-@seen("leaky_relu is nowhere zero")
+@seen("leaky_relu(0.1)", at="F.leaky_relu(")
 def leaky(x, m):
     """leaky_relu"""
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
-@seen("the activations are returned")
+@seen("activations are also returned", at="h =")
 def hidden_returned(x, m):
     """A model that returns its features."""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h), h
 
 
-@seen("a norm between the activation and the down projection")
+@seen("layer_norm", at="F.layer_norm(")
 def norm_between(x, m):
     """Sub-LN"""
     h = F.relu(m.up(x))
     return m.down(F.layer_norm(h, (N,)))
 
 
-@seen("dropout is on", modes=TRAIN)
+@seen("dropout is active", modes=TRAIN, at="m.drop(")
 def active_dropout(x, m):
     """Dropout in training draws a mask over every activation."""
     return m.down(m.drop(F.relu(m.up(x))))
 
 
-@seen("the sum of the factors is not sparse")
+@seen("add combines two tensors", at="+ m.up(x)")
 def sum_of_branches(x, m):
     """relu(g) + u"""
     return m.down(F.relu(m.gate(x)) + m.up(x))
 
 
-@seen("zero inputs become ones")
+@seen("relu | add(1.0)", at="+ 1.0")
 def shifted_up(x, m):
     """relu(u) + 1"""
     return m.down(F.relu(m.up(x)) + 1.0)
 
 
-@seen("the activations mix over the tokens")
+@seen("cumsum", at=".cumsum(1)")
 def mixed_tokens(x, m):
     """A cumulative sum over the sequence between the projections."""
     return m.down(F.relu(m.up(x)).cumsum(1))
 
 
-@seen("two different inputs")
+@seen("read different inputs", at="m.norm(x)")
 def two_inputs(x, m):
     """The up projection reads something else than the gate."""
     return m.down(F.relu(m.gate(x)) * m.up(m.norm(x)))
@@ -82,25 +82,25 @@ def relu_outside(x, m):
     return F.relu(m.down(m.up(x)))
 
 
-@seen("the clamp leaves negative values")
+@seen("clamp_min(-1.0)", at=".clamp(min=-1.0)")
 def clamp_below_zero(x, m):
     """clamp(min=-1)"""
     return m.down(m.gate(x).clamp(min=-1.0) * m.up(x))
 
 
-@seen("exp(relu(x)) is 1 where the rectifier is 0")
+@seen("relu | exp", at="torch.exp(")
 def exp_of_relu(x, m):
     """exp after relu"""
     return m.down(torch.exp(F.relu(m.up(x))))
 
 
-@seen("the gradient is cut", modes=TRAIN)
+@seen("detach()", modes=TRAIN, at=".detach()")
 def detached(x, m):
     """The hidden activations are detached."""
     return m.down(F.relu(m.up(x)).detach())
 
 
-@seen("what comes after the rectifier learns nothing", modes=TRAIN)
+@seen("grad mode changes", modes=TRAIN, at="y = m.down(h)")
 def down_without_gradients(x, m):
     """with torch.no_grad() around the down projection alone"""
     h = F.relu(m.up(x))
@@ -111,8 +111,9 @@ def down_without_gradients(x, m):
 
 @formula(
     "no_rewrite",
-    "the down weight is an activation: attention with relu, not a block",
+    "rectified scores",
     inputs={"q": tokens, "k": tokens, "v": tokens},
+    at="torch.relu(q @ k",
 )
 def relu_attention(q, k, v):
     """Primer's cousin: relu(q k^T) v."""
@@ -129,13 +130,13 @@ class Experts(torch.nn.Module):
         return torch.bmm(torch.relu(torch.bmm(x, self.up)).square(), self.down)
 
 
-@program("no_rewrite", "a down projection for every expert")
+@program("no_rewrite", "every expert", at="torch.bmm(torch.relu(")
 def stacked_experts():
     """All experts of a mixture at once, as Llama 4 and GPT-OSS keep their weights."""
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
-@formula("no_rewrite", "the two linears are written to one another's input", modes=(False,))
+@formula("no_rewrite", "read different inputs", modes=(False,), at="(x @ u)")
 def input_written(x, g, u, d):
     """x changes between the gate and the up projection."""
     x = x.clone()
@@ -144,20 +145,20 @@ def input_written(x, g, u, d):
     return (a * (x @ u)) @ d
 
 
-@seen("a statistic of every neuron needs the activations")
+@seen("every neuron over the tokens", at="h.mean((0, 1))")
 def per_neuron(x, m):
     """h.mean over the tokens."""
     h = F.relu(m.up(x))
     return m.down(h), h.mean((0, 1))
 
 
-@seen("softmax over the neurons")
+@seen("softmax", at=".softmax(-1)")
 def softmax_of_relu(x, m):
     """softmax after relu"""
     return m.down(F.relu(m.up(x)).softmax(-1))
 
 
-@seen("each projection has a draw of its own", modes=TRAIN)
+@seen("read different inputs", modes=TRAIN, at="m.drop(x)")
 def dropout_of_each_input(x, m):
     """nn.Dropout called for the gate and again for the up projection"""
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
@@ -172,27 +173,27 @@ def dropout_of_each_input_in_eval(x, m):
 ONE_SEQUENCE = {"x": lambda: tokens(shape=(1, S, K))}
 
 
-@formula("no_rewrite", "one sequence becomes two between the projections", inputs=ONE_SEQUENCE)
+@formula("no_rewrite", "masked_fill spreads", inputs=ONE_SEQUENCE, at=".masked_fill(")
 def sequences_spread_by_a_mask(x, w, d):
     """tokens [1, S, K], a mask [B, S, 1]"""
     keep = (torch.arange(S) < torch.tensor([[S], [3]]))[..., None]
     return torch.relu(x @ w).masked_fill(~keep, 0.0) @ d
 
 
-@formula("no_rewrite", "zeros of another shape than what they bound", inputs=ONE_SEQUENCE)
+@formula("no_rewrite", "maximum spreads", inputs=ONE_SEQUENCE, at="torch.maximum(")
 def sequences_spread_by_zeros(x, w, d):
     """torch.maximum(h, zeros(B, S, N)) of one sequence"""
     return torch.maximum(x @ w, torch.zeros(B, S, N)) @ d
 
 
-@seen("one half of the tokens gates the other")
+@seen("read different inputs", at="m.up(x)")
 def halves_of_the_tokens(x, m):
     """chunk(2, 0), where gate and up would be chunk(2, -1)"""
     gate, up = m.up(x).view(B, S, N)[:, :4].reshape(-1, N).chunk(2, dim=0)
     return m.down(F.relu(gate) * up)
 
 
-@seen("shifted tokens gate")
+@seen("read different inputs", at="m.up(x)")
 def tokens_shifted(x, m):
     """token shift after the projections"""
     return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, :-1])
@@ -204,34 +205,34 @@ def the_same_part_of_the_tokens(x, m):
     return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, 1:])
 
 
-@seen("the statistic is of tokens that the block leaves out")
+@seen("also read by mean", at="h.mean()")
 def statistic_of_more_tokens(x, m):
     """h.mean() beside down(h[:, 1:])"""
     h = F.relu(m.up(x))
     return m.down(h[:, 1:]), h.mean()
 
 
-@seen("the statistic is of neurons that the block leaves out")
+@seen("also read by ne", at="h != 0")
 def statistic_of_more_neurons(x, m):
     """(h != 0).sum(-1) beside a pruned down projection"""
     h = F.relu(m.up(x))
     return F.linear(h[..., :20], m.down.weight[:, :20]), (h != 0).sum(-1)
 
 
-@seen("the statistic is in another order")
+@seen("also read by mean", at="h.mean(-1)")
 def statistic_of_each_token_in_another_order(x, m):
     """h.mean(-1) is [B, S], the block sees [S, B]"""
     h = F.relu(m.up(x))
     return m.down(h.transpose(0, 1)), h.mean(-1)
 
 
-@block("no_rewrite", "an einsum of 3 tensors")
+@block("no_rewrite", "an einsum of 3 tensors", at="torch.einsum(")
 def product_in_the_einsum_of_the_projection(x, m):
     """bsn,bsn,dn->bsd"""
     return torch.einsum("bsn,bsn,dn->bsd", F.relu(m.gate(x)), m.up(x), m.down.weight)
 
 
-@block("no_rewrite", "an assignment after the product")
+@block("no_rewrite", "an assignment after", at="h[g < 0] = 1.0")
 def product_assigned_one(x, m):
     """what is assigned is not 0"""
     g = m.gate(x)
@@ -240,7 +241,7 @@ def product_assigned_one(x, m):
     return m.down(h)
 
 
-@block("no_rewrite", "also read by sum")
+@block("no_rewrite", "also read by sum", at="before = h.sum()")
 def product_read_before_it_is_assigned(x, m):
     """what is read is not what the projection takes"""
     g = m.gate(x)
@@ -250,7 +251,7 @@ def product_read_before_it_is_assigned(x, m):
     return m.down(h), before
 
 
-@miss("one neuron of one sequence has to be found again", modes=(False,))
+@miss("single elements", modes=(False,), at="h[0, :, 3] = 0.0")
 def one_neuron_of_one_sequence_ablated(x, m):
     """activation patching"""
     h = F.relu(m.up(x))
@@ -258,7 +259,7 @@ def one_neuron_of_one_sequence_ablated(x, m):
     return m.down(h)
 
 
-@program("no_rewrite", "what is read overlaps what is written", modes=(False,))
+@program("no_rewrite", "getitem is changed in place", modes=(False,), at="gate, up = h[")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with what was scaled in place"""
     wide, down = weight(2 * N, K), weight(K, N, seed=34)
@@ -272,7 +273,7 @@ def overlapping_parts_in_place():
     return f, (tokens(),)
 
 
-@miss("a gate with a threshold of every neuron is two factors", modes=(False,))
+@miss("a factor of its own", modes=(False,), at="h > torch.linspace(0, 0.2, N)")
 def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""
     h = F.relu(m.gate(x))

@@ -79,25 +79,25 @@ def decoder_layer_in_eval():
     return nn.TransformerDecoderLayer(K, 2, N, 0.1, batch_first=True), (tokens(), tokens())
 
 
-@program("no_rewrite", "dropout between relu and linear2", TRAIN)
+@program("no_rewrite", "dropout is active", TRAIN, at="")
 def encoder_layer_with_dropout():
     """torch.nn.TransformerEncoderLayer, training"""
     return nn.TransformerEncoderLayer(K, 2, N, 0.1, batch_first=True), (tokens(),)
 
 
-@miss("relu of the product is no product of functions")
+@miss("relu after the product of two", at="F.relu(m.gate(x) * m.up(x))")
 def relu_of_the_product(x, m):
     """handwritten"""
     return m.down(F.relu(m.gate(x) * m.up(x)))
 
 
-@miss("a norm between product and down projection")
+@miss("rms_norm", at="F.rms_norm(")
 def sub_norm(x, m):
     """transformers BitNetMLP"""
     return m.down(F.rms_norm(F.relu(m.gate(x)).square() * m.up(x), (N,)))
 
 
-@miss("the gate is broadcast over the neurons")
+@miss("of every token", at="[..., :1]")
 def scalar_gate(x, m):
     """one gate for all neurons"""
     return m.down(F.relu(m.gate(x)[..., :1]) * m.up(x))
@@ -109,7 +109,7 @@ def no_down_projection(x, m):
     return F.relu(m.gate(x)) * m.up(x)
 
 
-@miss("fake quantisation between")
+@miss("fake_quantize", at="fake_quantize")
 def fake_quantised(x, m):
     """quantisation-aware training"""
     return m.down(torch.fake_quantize_per_tensor_affine(F.relu(m.up(x)), 0.1, 0, 0, 255))
@@ -174,7 +174,8 @@ for kind in MODELS:
 
     client.__name__, client.__doc__ = f"lib_{kind}", f"transformers {kind}"
     if kind == "bitnet":
-        CLIENTS.program("no_rewrite", "a norm between product and down projection", INFER)(client)
+        # a norm, written out in the module
+        CLIENTS.program("no_rewrite", "of every token", INFER, at="torch.rsqrt(")(client)
     else:
         both = kind in ("llama", "opt", "t5")
         CLIENTS.program(modes=(False, True) if both else INFER)(client)

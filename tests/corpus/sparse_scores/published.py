@@ -5,6 +5,7 @@ Written anew from the op sequence seen in the named source; nothing is copied. 3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus.sparse_scores.registry import GROUP
+from corpus.sparse_scores.registry import GROUP, INFER, TRAIN, program
 
 N, V, Q, K, T = 30, 20, 3, 5, 8
 
@@ -164,32 +165,44 @@ def postings_looked_up_flat(s, ids, w):
     return acc[:, :N].topk(K, dim=1)
 
 
-NEVER: dict[str, Any] = {"expect": "no_rewrite"}
+never = functools.partial(case, expect="no_rewrite")
 
 
-@case(
+@never(
     "a row more than queries",
     padded_terms,
-    why="what is left is not [Q, N]",
-    **NEVER,
+    why="rows that belong to no query",
+    at="acc.scatter_add_(",
 )
 def postings_and_a_row_to_spare(s, ids, w):
     acc = torch.zeros(Q + 1, N + 1)
     return acc.scatter_add_(1, s.pdocs[ids].flatten(1), (s.pvals[ids] * w[..., None]).flatten(1))
 
 
-@case("a row more than queries", batch, why="what is left is not [Q, N]", **NEVER)
+@never(
+    "a row more than queries", batch, why="rows that belong to no query", at="scatter_add_(1, rows"
+)
 def scatter_and_a_row_to_spare(s, q):
     rows = s.row.expand(Q, -1)
     return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
 
 
-@case("8-bit products", lambda: ((queries() * 255).byte(),), why="they wrap", **NEVER)
+@never(
+    "8-bit products",
+    lambda: ((queries() * 255).byte(),),
+    why="the products are torch.uint8",
+    at="q[:, s.ids]",
+)
 def products_of_eight_bits(s, q):
     return (q[:, s.ids] * (s.weights * 255).byte()).float().sum(-1)
 
 
-@case("a selection of edges", lambda: (torch.arange(0, 40, 2),), why="no lists, no query", **NEVER)
+@never(
+    "a selection of edges",
+    lambda: (torch.arange(0, 40, 2),),
+    why="no document weights",
+    at="index_add_(",
+)
 def weights_of_some_edges(s, some):
     return torch.zeros(N).index_add_(0, s.row[some], s.dvals[some])
 
@@ -245,12 +258,12 @@ def sparse_mm(s, q):
     return torch.sparse.mm(s.csr(), q.t()).t().topk(K, dim=1)
 
 
-@case("dense retrieval", batch, why="a dense product", **NEVER)
+@never("dense retrieval", batch, why="a dense product")
 def dense_product(s, q):
     return (q @ s.dense.t()).topk(K, dim=1)
 
 
-@case("mixture of experts", lambda: (torch.randn(6, 4),), why="rows of activations", **NEVER)
+@never("mixture of experts", lambda: (torch.randn(6, 4),), why="rows of activations")
 def activations_combined(s, x):
     tokens = torch.tensor([0, 1, 2, 0, 5, 3])
     return torch.zeros(6, 4).index_add_(0, tokens, x * s.dvals[:6, None])
@@ -286,24 +299,28 @@ def _features() -> tuple[Tensor]:
     return (torch.rand(N, T, generator=torch.Generator().manual_seed(3)),)
 
 
-for _option, _why in (
-    ({"padding_idx": 0}, "one entry gets no gradient"),
-    ({"scale_grad_by_freq": True}, "the gradient is divided by how often an entry is read"),
-):
-    GROUP.add(
-            f"embedding_with_{next(iter(_option))}", "recsys: linear part of DeepFM, xDeepFM, wide & deep",
-            lambda option=_option: (Biases(**option), _features()),
-            "no_rewrite", _why, training=True,
-        )  # fmt: skip
-for _training in (False, True):
-    GROUP.add(
-            "linear_part_squeezed" + ("__train" if _training else "__infer"), "recsys: linear part of DeepFM",
-            lambda: (Squeezed(), _features()), training=_training,
-        )  # fmt: skip
-GROUP.add(
-        "embedding_with_padding_idx__infer", "the same, served: padding_idx is about gradients alone",
-        lambda: (Biases(padding_idx=0), _features()),
-    )  # fmt: skip
+@program("no_rewrite", "padding_idx keeps the gradient", TRAIN, at="self.weight(self.ids)")
+def embedding_with_padding_idx():
+    """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
+    return Biases(padding_idx=0), _features()
+
+
+@program("no_rewrite", "divides the gradient", TRAIN, at="self.weight(self.ids)")
+def embedding_with_scale_grad_by_freq():
+    """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
+    return Biases(scale_grad_by_freq=True), _features()
+
+
+@program(modes=INFER)
+def embedding_with_padding_idx_served():
+    """padding_idx is about gradients alone"""
+    return Biases(padding_idx=0), _features()
+
+
+@program()
+def linear_part_squeezed():
+    """recsys: linear part of DeepFM"""
+    return Squeezed(), _features()
 
 
 class ReusedBuffer(Index):
@@ -320,8 +337,7 @@ def _reused(s: Any, q: Tensor) -> Any:
     return s.scores.topk(K)
 
 
-GROUP.add(
-        "accumulator_kept_in_a_buffer", "GPU BM25 scorers that allocate their scores once",
-        lambda: (ReusedBuffer(_reused), one_query()),
-        "no_rewrite", "whoever reads the buffer later wants the scores in it",
-    )  # fmt: skip
+@program("no_rewrite", "the accumulator is the caller's", INFER, at="s.scores.index_add_(")
+def accumulator_kept_in_a_buffer():
+    """GPU BM25 scorers that allocate their scores once: whoever reads the buffer later wants them in it"""
+    return ReusedBuffer(_reused), one_query()

@@ -285,7 +285,7 @@ def sequence_first_terms_before_tokens(self, h, mask):
     return (tokens(self.decoder(h)).permute(2, 1, 0) * mask).amax(-1).t()
 
 
-@encoder("no_rewrite", "terms first, then a maximum over the batch")
+@encoder("no_rewrite", "over the batch: axis 0 is a sequence where", at=".amax(1)")
 def terms_first_over_the_batch(self, h, mask):
     """Which terms a batch has at each position."""
     return (tokens(self.decoder(h)) * mask[..., None]).permute(2, 0, 1).amax(1)

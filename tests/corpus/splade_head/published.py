@@ -73,19 +73,19 @@ def lsr_mlm_two_masks(self, h, mask, special):
     return torch.max(torch.log1p(F.relu(logits)), dim=1).values
 
 
-@near_miss("gathers one token")
+@near_miss("one token", at="logits[torch.arange(")
 def last_token(logits, mask):
     """PromptReps, tevatron pooling 'last'"""
     return tokens(logits[torch.arange(logits.size(0)), mask.sum(1) - 1])
 
 
-@near_miss("max over the batch")
+@near_miss("over the batch", at="amax(dim=0)")
 def max_over_batch(logits, mask):
     """which terms a batch has, sequence by sequence"""
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=0)
 
 
-@near_miss("the same activations are also sum-pooled")
+@near_miss("sum pooling", at="(weights * keep).sum(1)")
 def activations_reused_sum(logits, mask):
     """hyukkyukang/SPLADE pooling_mode blend"""
     weights, keep = tokens(logits), mask.unsqueeze(-1).to(logits.dtype)
@@ -94,14 +94,14 @@ def activations_reused_sum(logits, mask):
     return total + (largest - total) * 1.0
 
 
-@near_miss("0 and 1 in turn")
+@near_miss("a mask of tokens comes after", at="mask.unsqueeze(-1)")
 def filled_before_the_mask(logits, mask):
     """terms filled with 1, then the mask"""
     weights = tokens(logits).masked_fill(torch.arange(V) < 3, 1.0)
     return (weights * mask.unsqueeze(-1)).amax(1)
 
 
-@near_miss("not monotone, so the max may not come first")
+@near_miss("sin is not monotone", at="torch.sin(logits)")
 def sine_between(logits, mask):
     """a sine before relu"""
     return (torch.log1p(torch.relu(torch.sin(logits))) * mask.unsqueeze(-1)).amax(1)
@@ -109,10 +109,11 @@ def sine_between(logits, mask):
 
 @encoder(
     "no_rewrite",
-    "one scalar a token scattered by token id: there is no vocabulary matmul",
+    "scatter",
     TRAIN,
     inputs=(hidden, ids),
     parts={"weigh": lambda: nn.Linear(D, 1)},
+    at="torch.scatter(",
 )
 def bge_m3_scatter_max(self, h, ids):
     """FlagOpen/FlagEmbedding m3 (_sparse_embedding), tevatron unicoil"""
