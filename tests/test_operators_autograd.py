@@ -10,16 +10,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 import sparse_inductor
-from programs import LAYERS, D
+from programs import LAYERS, D, layer
 from sparse_inductor import ops
 from sparse_inductor.testing import compile_without_codegen
 
 aten = torch.ops.aten
-
-
-def layer(pattern: str) -> nn.Module:
-    torch.manual_seed(0)
-    return LAYERS[pattern]()
 
 
 def tokens(requires_grad: bool = False) -> torch.Tensor:
