@@ -10,6 +10,7 @@ from torch import nn
 
 from corpus.entmax.registry import (
     INFER,
+    SCALE,
     TRAIN,
     B,
     D,
@@ -22,7 +23,6 @@ from corpus.entmax.registry import (
 )
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 
 @attention()

@@ -6,7 +6,6 @@ The library clients (`lib_*`) are tiny models with random weights.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus.entmax.registry import BOTH, GROUP, INFER, B, D, H, L, attention, normal, qkv
+from corpus.entmax.registry import BOTH, GROUP, INFER, SCALE, B, D, H, L, attention, normal, qkv
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 maybe = functools.partial(attention, "maybe", modes=INFER)
 near_miss = functools.partial(attention, "no_rewrite", modes=INFER)
 

@@ -26,7 +26,6 @@ from corpus.splade_head.registry import (
 from corpus.splade_head.registry import head as any_head
 
 head = functools.partial(any_head, "no_rewrite")
-seen = functools.partial(any_head, "no_rewrite")
 maybe = functools.partial(any_head, "maybe")
 
 
@@ -86,26 +85,26 @@ def tokens_normalised(logits, mask):
     return (F.normalize(tokens(logits), dim=-1) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@seen("logits are also returned", at="self.decoder(h)")
+@head("logits are also returned", at="self.decoder(h)")
 def logits_in_the_output(logits, mask):
     """An output class that carries logits along."""
     return {"pooled": (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), "logits": logits}
 
 
-@seen("also returned", at="weights =")
+@head("also returned", at="weights =")
 def activations_in_the_output(logits, mask):
     """Per-token weights for highlighting."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return weights.max(dim=1).values, weights
 
 
-@seen("also read by mean", at="logits.mean(")
+@head("also read by mean", at="logits.mean(")
 def logit_penalty(logits, mask):
     """z-loss: the squared mean of the logits."""
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), logits.mean().square()
 
 
-@seen("over the vocabulary", at="weights.amax(dim=2)")
+@head("over the vocabulary", at="weights.amax(dim=2)")
 def token_saliency_too(logits, mask):
     """Term weights and token saliency from one tensor."""
     weights = tokens(logits) * mask.unsqueeze(-1)
@@ -576,26 +575,26 @@ def decoder_called_twice(self, h, mask):
     return pooled, self.decoder(h)
 
 
-@seen("only the positions", at="weights.argmax(")
+@head("only the positions", at="weights.argmax(")
 def other_weights_where_largest(logits, mask):
     """gathered from what is not what the positions are of"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (2 - weights).gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-@seen("a sort keeps every position", at="torch.sort(")
+@head("a sort keeps every position", at="torch.sort(")
 def second_of_a_sort(logits, mask):
     """the second largest weight of every term"""
     return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1, descending=True).values[:, 1]
 
 
-@seen("a norm over the sequence", at="vector_norm(")
+@head("a norm over the sequence", at="vector_norm(")
 def norm_of_infinite_order(logits, mask):
     """the largest absolute value over the sequence"""
     return torch.linalg.vector_norm(tokens(logits) * mask.unsqueeze(-1), float("inf"), dim=1)
 
 
-@seen("end to end", at=".index_reduce(")
+@head("end to end", at=".index_reduce(")
 def packed_sequences(logits, mask):
     """tokens end to end, reduced by sequence"""
     owner = torch.arange(logits.size(0)).repeat_interleave(logits.size(1))
@@ -621,7 +620,7 @@ def norms_of_the_vectors(logits, mask):
     return pooled, pooled.abs().sum(-1).mean(), pooled.abs().mean(0).square().sum()
 
 
-@seen("also read by isfinite", modes=INFER, at="assert torch.isfinite(")
+@head("also read by isfinite", modes=INFER, at="assert torch.isfinite(")
 def assertion_about_the_logits(logits, mask):
     """a check that training did not overflow"""
     assert torch.isfinite(logits).all(), "overflow"
