@@ -370,7 +370,7 @@ def test_a_constant_that_is_written_is_none():
 
 # --- Matrix products ------------------------------------------------------------------------------
 
-H, W, BIAS = tensor(B, S, D), tensor(V, D, seed=1), tensor(V, seed=2)
+H, W, BIAS = OPERANDS = tensor(B, S, D), tensor(V, D, seed=1), tensor(V, seed=2)
 BATCHED = lambda w: w.t().unsqueeze(0).expand(B, D, V)
 
 GEMMS = {
