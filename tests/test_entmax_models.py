@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +10,7 @@ import sparse_inductor
 from corpus.case import Case
 from corpus.check import check
 from corpus.entmax.published import Transformer, token_ids
+from processes import python
 from support import compile_without_codegen, heavy, near_misses, only, rewrites
 
 entmax = pytest.importorskip("entmax")
@@ -127,7 +125,7 @@ sparse_inductor.disable()
 torch._dynamo.reset()
 assert compiled(torch.ones(3)).tolist() == [5, 5, 5]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
 
 
 def test_the_package_may_be_imported_after_enable():
@@ -144,7 +142,7 @@ def backend(gm, inputs):
 torch.compile(lambda x: entmax.sparsemax(x, k=3) * 2, backend=backend)(x)
 assert count == 1, count
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
 
 
 def test_without_the_package_nothing_is_missed():
@@ -156,7 +154,7 @@ sparse_inductor.enable(strict=False)
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
 sparse_inductor.disable()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
 
 
 def test_options_rewrite_what_dynamo_shows():

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_inductor
+from processes import threads
 from programs import D, Model, draw, step
 from sparse_inductor import compat, rewrite
 from sparse_inductor.testing import compile_without_codegen
@@ -229,11 +229,8 @@ def several_threads_compile(compiled):
     def run(i):
         found[i] = step(compiled(models[i]), models[i])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with threads(*(functools.partial(run, i) for i in range(3))):
+        pass
     return found
 
 

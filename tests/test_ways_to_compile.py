@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
-import pathlib
 import pickle
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterator
@@ -22,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
+from processes import python
 from programs import LAYERS, D, Model, draw, layer, step
 from sparse_inductor.testing import compile_without_codegen
 
@@ -463,10 +460,7 @@ def test_nothing_of_ours_warns():
         print(sparse_inductor.report())
         sparse_inductor.disable()
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=True, cwd=pathlib.Path(__file__).parent,
-    )  # fmt: skip
+    python("-c", textwrap.dedent(program))
 
 
 @pytest.mark.heavy
@@ -496,7 +490,4 @@ def test_a_process_forked_after_a_step():
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=True, cwd=pathlib.Path(__file__).parent, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    python("-c", textwrap.dedent(program), OMP_NUM_THREADS="1")
