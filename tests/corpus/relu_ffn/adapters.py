@@ -15,7 +15,7 @@ RANK = 4
 class Adapted(nn.Module):
     """gate(x), up(x) and down(h) are layers with an adapter each, as peft's `lora.Linear` computes them."""
 
-    def __init__(self, forward, frozen, bias, dropout, scaling, adapts):
+    def __init__(self, forward, frozen, bias, dropout=0.0, scaling=2.0, adapts="gate up down"):
         super().__init__()
         self.block, self._forward, self._scaling = Block(forward, bias), forward, scaling
         self.block.requires_grad_(not frozen)
