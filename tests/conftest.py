@@ -76,6 +76,19 @@ def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)
 
 
+@pytest.fixture
+def toys() -> Iterator[None]:
+    """Two patterns of the tests' own."""
+    from sparse_inductor import pattern
+    from toy import Toy
+
+    for name in ("toy", "other"):
+        pattern.register(Toy(name))
+    yield
+    for name in ("toy", "other"):
+        pattern.unregister(name)
+
+
 @pytest.fixture(autouse=True)
 def clean_state(clean_dynamo: None) -> None:
     """Every test begins and ends with nothing enabled and nothing compiled."""

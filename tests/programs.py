@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from entmax import entmax15
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 VOCABULARY, WORDS, D, HEADS = 37, 50, 16, 2
 
@@ -132,3 +134,43 @@ LAYERS = {
     "sparse_scores": Scoring,
 }
 """A module [B, L, D] -> [B, L, D] with one rewrite of each pattern."""
+
+
+def layer(pattern: str) -> nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[pattern]()
+
+
+class Model(nn.Sequential):
+    """Attention, a feed-forward block, sparse scores and a head, one after the other."""
+
+    PATTERNS = ("entmax_attention", "relu_ffn", "sparse_scores", "splade_head")
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__(*(LAYERS[name]() for name in self.PATTERNS))
+
+
+def draw(batch: int = 2, length: int = 5, seed: int = 1) -> Tensor:
+    """An input of a layer or of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, length, D, generator=generator, dtype=torch.float32)
+    return x.requires_grad_()
+
+
+def step(
+    program: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor | None = None
+) -> list[Tensor | None]:
+    """What a training step makes: the result, gradients of the input and of the parameters; without gradients the
+    result."""
+    x = draw() if x is None else x
+    y = program(x)
+    if not torch.is_grad_enabled():
+        return [y]
+    module.zero_grad()
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(whole(p.grad) for p in module.parameters())]
+
+
+def whole(t: Tensor | None) -> Tensor | None:
+    return t.full_tensor() if isinstance(t, DTensor) else t

@@ -1,23 +1,20 @@
-"""What recognition tests share: compile without codegen, run a case, compare with the truth."""
+"""What recognition tests share."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_inductor.policy import break_even
-from sparse_inductor.testing import Compiled, compile_without_codegen
-from sparse_inductor.verify.accuracy import TOLERANCE, compare, tensors_in, to_double
+from sparse_inductor.testing import compile_without_codegen as compile_without_codegen
+from sparse_inductor.verify.accuracy import TOLERANCE as TOLERANCE
 
 SPLADE = "splade_head"
 
@@ -71,48 +68,6 @@ def near_misses(report: Any, pattern: str = SPLADE) -> list[Any]:
     return [m for m in report.near_misses if m.pattern == pattern]
 
 
-@dataclasses.dataclass
-class Result:
-    """What a program computed: its tensors, and the gradients of its leaves (None: unused)."""
-
-    outputs: list[torch.Tensor]
-    grads: list[torch.Tensor | None]
-
-
-def fresh(inputs: tuple) -> tuple:
-    """Copies of the example inputs: a program may write to what it is given."""
-
-    def copy_leaf(t: Any) -> Any:
-        return (
-            t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-        )
-
-    return pytree.tree_map(copy_leaf, inputs)
-
-
-def run(
-    fn: Callable[..., Any],
-    inputs: tuple,
-    *,
-    training: bool,
-    params: list[nn.Parameter] | tuple = (),
-    autocast: torch.dtype | None = None,
-) -> Result:
-    """Run once; in training back-propagate fixed random cotangents to `params` and inputs."""
-    torch.manual_seed(0)
-    region = torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext()
-    with region, torch.set_grad_enabled(training):
-        outputs = tensors_in(fn(*inputs))
-    if not training:
-        return Result(outputs, [])
-    leaves = [t for t in [*params, *tensors_in(inputs)] if t.requires_grad]
-    wanted = [o for o in outputs if o.requires_grad]
-    generator = torch.Generator().manual_seed(7)
-    cotangents = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in wanted]
-    grads = torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True)
-    return Result(outputs, list(grads))
-
-
 def error(got: torch.Tensor, truth: torch.Tensor, precision: torch.dtype) -> float:
     """Distance to the truth, absolute below 1 and relative above, where the truth is finite."""
     got, truth = got.detach().double(), truth.detach().double()
@@ -122,74 +77,6 @@ def error(got: torch.Tensor, truth: torch.Tensor, precision: torch.dtype) -> flo
         return 0.0
     low = TOLERANCE[precision] > 1e-3
     return float(gap.square().mean().sqrt() if low else gap.max())
-
-
-def assert_same_result(got: Result, eager: Result, truth: Result, precision: torch.dtype) -> None:
-    """Every tensor is as close to the truth as eager's; `precision` is the lowest that was computed in."""
-    assert len(got.outputs) == len(eager.outputs) == len(truth.outputs)
-    found = [
-        compare(f"output {i}", *three, precision=precision)
-        for i, three in enumerate(zip(got.outputs, eager.outputs, truth.outputs, strict=True))
-    ]
-    found += [
-        compare(f"gradient {i}", *three, ties=True, precision=precision)
-        for i, three in enumerate(zip(got.grads, eager.grads, truth.grads, strict=True))
-    ]
-    wrong = [str(c) for c in found if not c.ok]
-    assert not wrong, "\n".join(wrong)
-
-
-@dataclasses.dataclass
-class Outcome:
-    """One case, run three ways: compiled, eager, and eager in fp64 without autocast."""
-
-    compiled: Compiled
-    got: Result
-    eager: Result
-    truth: Result
-
-
-def run_three_ways(case: Any, compiler: Callable[..., Any] = compile_without_codegen) -> Outcome:
-    """Run a `corpus.case.Case` eagerly, in double, and through `compiler(fn, dynamic=...)`."""
-    fn, inputs = case.build()
-    results = []
-    for mode in ("eager", "truth", "compiled"):
-        program, args, autocast = copy.deepcopy(fn), fresh(inputs), case.autocast
-        if mode == "truth":
-            args, autocast = pytree.tree_map(to_double, args), None
-        params: list[nn.Parameter] = []
-        if isinstance(program, nn.Module):
-            program = (program.double() if mode == "truth" else program).train(case.training)
-            params = list(program.parameters())
-        if mode == "compiled":
-            program = compiler(program, dynamic=case.dynamic)
-        results.append(run(program, args, training=case.training, params=params, autocast=autocast))
-    eager, truth, got = results
-    return Outcome(program, got, eager, truth)
-
-
-def assert_recognised(
-    case: Any, outcome: Outcome, report: Any, logits_numel: int | None = None
-) -> None:
-    """The report, and for a rewrite the graph, are what the case expects.
-
-    logits_numel: matrix products of that many results may not be left behind.
-    """
-    found = rewrites(report, case.pattern)
-    if case.expect == "rewrite":
-        said = "; ".join(m.reason for m in report.near_misses) or "nothing"
-        assert len(found) >= case.rewrites, (
-            f"{len(found)} of {case.rewrites} rewritten, report says: {said}"
-        )
-        if isinstance(outcome.compiled, Compiled):
-            assert outcome.compiled.calls(case.pattern) >= case.rewrites, (
-                "the op is not in the graph"
-            )
-            if logits_numel is not None:
-                left = outcome.compiled.matmuls(logits_numel)
-                assert not left, f"logits are still computed: {left}"
-    elif case.expect in ("no_rewrite", "out_of_graph"):
-        assert not found, f"rewritten although: {case.why}"
 
 
 class Promises(TorchDispatchMode):
@@ -216,3 +103,20 @@ def described(t: torch.Tensor) -> tuple[Any, ...]:
     """Shape, dtype, and the strides of the dimensions that have one."""
     strides = [s for n, s in zip(t.shape, t.stride()) if n > 1 and t.numel()]
     return tuple(t.shape), t.dtype, strides
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of one storage that any operator made, those inside our operators included."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sparse_inductor":
+            with self:  # the kernel's own calls, rather than the operator as one
+                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.layout == torch.strided:
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
+        return out

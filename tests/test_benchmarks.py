@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks.bench import Bench
 from benchmarks.clients import encoder, fit, llama, splade
 from benchmarks.families import splade_head
 from benchmarks.publish import Cell, Point, Results, Row, Sample, aligned, rows_table, write
+from processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -221,13 +221,10 @@ def test_contenders_agree_and_only_ours_is_rewritten():
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", families())
 def test_the_quick_run_writes_its_files(tmp_path, family):
-    command = [sys.executable, "-m", "benchmarks", family, "--quick", "--device", "cpu"]
+    command = ["-m", "benchmarks", family, "--quick", "--device", "cpu"]
     if family == "end_to_end":  # the test below runs them all
         command += ["--only", "llama_decode"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(*command, "--out", tmp_path, path=(), timeout=550)
     assert {p.suffix for p in tmp_path.iterdir()} >= {".md", ".csv", ".json"}
     page = next(tmp_path.glob("*.md")).read_text()
     assert "FAILED" not in page

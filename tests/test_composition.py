@@ -9,23 +9,13 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import sparse_inductor
-from sparse_inductor import compat, pattern, session, slots
-from toy import Toy, captured, relu_of_sum
+from sparse_inductor import compat, session, slots
+from toy import captured, matched, relu_of_sum
 
 X = torch.arange(-3.0, 3.0)
 
 
-@pytest.fixture(autouse=True)
-def toys():
-    for name in ("toy", "other"):
-        pattern.register(Toy(name))
-    yield
-    for name in ("toy", "other"):
-        pattern.unregister(name)
-
-
-def matched() -> list[str]:
-    return [r.pattern for r in sparse_inductor.report().rewrites]
+pytestmark = pytest.mark.usefixtures("toys")
 
 
 def compiled_with(options, fn=relu_of_sum):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--layers 1 --hidden 32 --vocab 600 --batch 2 --seq 16 --steps 2 --device cpu".split()
@@ -15,8 +16,7 @@ pytest.importorskip("transformers")
 
 
 def demo(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.demo", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    return python("-m", "benchmarks.demo", *options, check=False, timeout=500)
 
 
 @pytest.mark.heavy

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import distributed_checks
+from processes import ROOT, TESTS, python
 
-TESTS = Path(__file__).parent
 WORLD = 2
 
 pytestmark = [
@@ -27,16 +25,10 @@ pytestmark = [
 
 def run(folder: Path, device: str, checks: list[str]) -> dict[str, str]:
     """Checks in one group of processes: {name: error or ""}."""
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path}
-    if device == "cuda":
-        env.pop("TRITON_INTERPRET", None)
-    script = str(TESTS / "distributed_checks.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, str(folder), str(WORLD), device, *checks],
-        env=env, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    arguments = (TESTS / "distributed_checks.py", folder, WORLD, device, *checks)
+    without = ["TRITON_INTERPRET"] if device == "cuda" else []
+    path = (ROOT, TESTS, os.environ.get("PYTHONPATH", ""))
+    python("-W", "ignore", *arguments, path=path, without=without, timeout=500)
     return json.loads((folder / "results.json").read_text())
 
 

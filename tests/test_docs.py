@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import pages
+from processes import python
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -37,11 +35,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     # A file, so that the report has lines to show.
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     script.write_text("\n".join(blocks(page)))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(script, cwd=tmp_path, path=[ROOT], timeout=600)
 
 
 # The report of the first program is made once, by the README's test: here it is compared with the README's.
@@ -151,10 +145,7 @@ def test_the_reference_has_every_public_name():
     importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs-material and mkdocstrings"
 )
 def test_the_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path / "site"],
-        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    command = ("-m", "mkdocs", "build", "--site-dir", tmp_path / "site")
+    done = python(*command, NO_MKDOCS_2_WARNING="1")
+    assert "WARNING" not in done.stderr, done.stdout + done.stderr
     assert (tmp_path / "site" / "tutorial" / "index.html").exists()

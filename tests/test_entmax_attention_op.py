@@ -7,10 +7,9 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sparse_inductor.ops import entmax, entmax_attention
+from support import Largest
 
 ops = torch.ops.sparse_inductor
 INF = math.inf
@@ -228,22 +227,6 @@ def test_autocast_casts_the_operands():
         out = entmax_attention(q, k, v)
     assert out.dtype == torch.bfloat16
     assert torch.allclose(out.float(), entmax_attention(q, k, v), atol=3e-2)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of one tensor that any operator made, those inside our operators included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "sparse_inductor":
-            with self:  # the kernel's own calls, rather than the operator as one
-                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
-        made = [t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.elements = max([self.elements, *made])
-        return out
 
 
 @pytest.mark.parametrize("alpha", [1.3, 1.5])

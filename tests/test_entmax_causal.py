@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparse_inductor
-from corpus.published.entmax import Transformer, token_ids
+from corpus.entmax.published import Transformer, token_ids
 from support import compile_without_codegen, one_in, only, rewrites
 
 entmax = pytest.importorskip("entmax")

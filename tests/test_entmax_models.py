@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 import sparse_inductor
 from corpus.case import Case
-from corpus.published.entmax import Transformer, token_ids
-from support import (
-    assert_recognised,
-    assert_same_result,
-    compile_without_codegen,
-    heavy,
-    near_misses,
-    only,
-    rewrites,
-    run_three_ways,
-)
+from corpus.check import check
+from corpus.entmax.published import Transformer, token_ids
+from processes import python
+from support import compile_without_codegen, heavy, near_misses, only, rewrites
 
 entmax = pytest.importorskip("entmax")
 pytest.importorskip("transformers")
@@ -29,22 +19,14 @@ pytest.importorskip("transformers")
 ATTENTION = "entmax_attention"
 
 
-def _case(build, training: bool, **fields) -> Case:
-    return Case("", "", build, training=training, pattern=ATTENTION, **fields)
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 @pytest.mark.parametrize("kind", ["entmax15", heavy("sparsemax"), heavy("entmax_bisect")])
 @pytest.mark.parametrize("which", ["bert", "llama"])
 def test_every_layer_is_rewritten_in_one_graph(which, kind, training):
-    case = _case(lambda: (Transformer(which, kind, layers=3), token_ids()), training, rewrites=3)
-    with only(ATTENTION) as report:
-        outcome = run_three_ways(case)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
-        assert_recognised(case, outcome, report)
-        assert outcome.compiled.dynamo_graphs == 1
-        assert len(rewrites(report, ATTENTION)) == 3
+    build = lambda: (Transformer(which, kind, layers=3), token_ids())
+    with only(ATTENTION):
+        check(Case("", "", build, training=training, pattern=ATTENTION, rewrites=3), how="aten")
 
 
 def test_a_decoder_is_seen_to_be_causal_and_to_share_key_heads():
@@ -76,21 +58,6 @@ def test_padding_is_a_mask_in_training(which, said, side):
     learnt = [p for n, p in model.named_parameters() if "pooler" not in n]
     grads = [torch.autograd.grad((y * weights).sum(), learnt) for y in (out, eager)]
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
-
-
-def test_attentions_that_are_asked_for_stay():
-    class Recorded(nn.Module):
-        def forward(self, q, k, v):
-            p = entmax.entmax15(q @ k.mT, dim=-1)
-            return p @ v, p
-
-    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
-    with only("entmax", ATTENTION) as report:
-        compile_without_codegen(Recorded())(q, k, v)
-        assert len(rewrites(report, "entmax")) == 1
-        (miss,) = near_misses(report, ATTENTION)
-        assert miss.reason == "the probabilities are also returned"
-        assert "entmax15" in miss.source
 
 
 def test_a_number_that_may_change_is_alpha_as_well():
@@ -158,7 +125,7 @@ sparse_inductor.disable()
 torch._dynamo.reset()
 assert compiled(torch.ones(3)).tolist() == [5, 5, 5]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
 
 
 def test_the_package_may_be_imported_after_enable():
@@ -175,7 +142,7 @@ def backend(gm, inputs):
 torch.compile(lambda x: entmax.sparsemax(x, k=3) * 2, backend=backend)(x)
 assert count == 1, count
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
 
 
 def test_without_the_package_nothing_is_missed():
@@ -187,7 +154,7 @@ sparse_inductor.enable(strict=False)
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
 sparse_inductor.disable()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
 
 
 def test_options_rewrite_what_dynamo_shows():

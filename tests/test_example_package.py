@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+import processes
+from processes import ROOT
+
 EXAMPLE = ROOT / "examples" / "masked_mean"
 
 pytestmark = [
@@ -24,16 +24,9 @@ pytestmark = [
 ]
 
 
-def python(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    # Without the tests' own editable install: what is on the path is what was installed.
-    env |= {} if path is None else {"PYTHONPATH": str(path)}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def python(*arguments: str | Path, cwd: Path, path: Iterable[Path] = ()) -> str:
+    """Without the tests' own editable install: what is on the path is what was installed."""
+    return processes.python(*arguments, cwd=cwd, path=path, timeout=600).stdout
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +43,22 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_installing_it_is_all_there_is_to_do(site, tmp_path):
-    listed = python("-m", "sparse_inductor", "patterns", cwd=tmp_path, path=site)
+    listed = python("-m", "sparse_inductor", "patterns", cwd=tmp_path, path=[site])
     assert re.search(r"^masked_mean +masked_mean::pool +", listed, re.M)
     where = python(
-        "-c", "import sparse_inductor; print(sparse_inductor.__file__)", cwd=tmp_path, path=site
+        "-c", "import sparse_inductor; print(sparse_inductor.__file__)", cwd=tmp_path, path=[site]
     )
     assert Path(where.strip()).is_relative_to(site)
 
 
 def test_its_tests_pass(site, tmp_path):
     shutil.copytree(EXAMPLE / "tests", tmp_path / "tests")
-    out = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path, path=site)
+    out = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path, path=[site])
     assert "3 passed" in out
 
 
 def test_doctor_runs_its_operator(site, tmp_path):
-    out = python("-m", "sparse_inductor", "doctor", cwd=tmp_path, path=site)
+    out = python("-m", "sparse_inductor", "doctor", cwd=tmp_path, path=[site])
     assert re.search(r"ok  masked_mean::pool +values and gradients agree", out)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import python
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,13 +27,8 @@ def test_example(name, tmp_path):
     packages, pattern = EXAMPLES[name]
     for package in packages:
         pytest.importorskip(package)
-    command = [str(ROOT / "examples" / f"{name}.py"), "--small", "--side", "rewritten"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command, "--out", str(tmp_path / "found")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ("-W", "ignore", ROOT / "examples" / f"{name}.py", "--small", "--side", "rewritten")
+    python(*command, "--out", tmp_path / "found", path=[ROOT], timeout=500)
     result = json.loads((tmp_path / "found").read_text())
     assert any(pattern in said for said in result["patterns"]), result
     assert all(value == value for value in result["found"].values()), result

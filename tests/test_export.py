@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import sparse_inductor
+from processes import ROOT, python
 from programs import batch, encoder
 from support import compile_without_codegen
 
-ROOT = Path(__file__).parent.parent
 SIZES = [(3, 7), (5, 11), (1, 2)]
 
 RUNNER = """
@@ -103,10 +98,5 @@ def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
     with torch.no_grad():
         cases = [(batch(*size), model(*batch(*size))) for size in SIZES]
     torch.save(cases, tmp_path / "cases.pt")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUNNER, package, str(tmp_path / "cases.pt")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-W", "ignore", "-c", RUNNER, package, tmp_path / "cases.pt", path=[ROOT])
     assert done.stdout.split() == ["False", str(len(SIZES))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from processes import threads
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import segment
 
@@ -161,14 +162,10 @@ def test_a_search_finds_the_old_document_or_the_new_one():
         while not stop.is_set():
             seen.append(index.search(([0], [1.0]), 3)[0].gt(-INF).sum().item())
 
-    threads = [threading.Thread(target=look) for _ in range(2)]
-    for t in threads:
-        t.start()
-    for at in range(200):
-        index.append([([0], [1.0])], replacing=[at])
-    stop.set()
-    for t in threads:
-        t.join()
+    with threads(look, look):
+        for at in range(200):
+            index.append([([0], [1.0])], replacing=[at])
+        stop.set()
     assert {*seen} == {1}
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from processes import python
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import segment
 from sparse_inductor.kernels.sparse_scores import cpu as native
@@ -117,11 +114,7 @@ def test_what_was_compiled_before_serves_at_once(tmp_path):
     )
     told = []
     for argument in ("", "compile", ""):
-        done = subprocess.run(
-            [sys.executable, "-c", code, argument], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-            capture_output=True, text=True, timeout=300, check=True,
-        )  # fmt: skip
-        told.append(done.stdout.split())
+        told.append(python("-c", code, argument, XDG_CACHE_HOME=str(tmp_path)).stdout.split())
     assert told == [["False"], ["False", "True"], ["True"]]
 
 
@@ -137,9 +130,5 @@ def test_without_a_compiler_aten_serves(tmp_path):
         "assert index.search(torch.eye(4), 1)[1].flatten().tolist() == [0, 1, 2, 3]\n"
     )
     variables = {"CXX": str(tmp_path / "no-compiler"), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert python("-W", "error", "-c", code, **variables).stderr == ""
     assert not [*tmp_path.rglob("*.so")]

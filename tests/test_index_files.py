@@ -8,7 +8,6 @@ import random
 import signal
 import stat
 import sys
-import threading
 import time
 import zlib
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from processes import threads
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import IndexFileError, files, storage
 
@@ -270,14 +270,8 @@ def test_a_reader_beside_a_writer_has_the_old_index_or_the_new_one(tmp_path, ver
 
 def test_threads_that_save_to_one_path_leave_one_of_their_files(tmp_path):
     both = [index_of(200, 1), index_of(100, 2)]
-    threads = [
-        threading.Thread(target=lambda i=i: [i.save(tmp_path / "x") for _ in range(10)])
-        for i in both * 2
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with threads(*(lambda i=i: [i.save(tmp_path / "x") for _ in range(10)] for i in both * 2)):
+        pass
     found = SparseIndex.load(tmp_path / "x")
     assert any(same(found, i) for i in both) and names(tmp_path) == ["x"]
 

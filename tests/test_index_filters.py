@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ranking import best
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import queries
 
@@ -23,15 +24,6 @@ def collection(n: int = N) -> Tensor:
 
 def queries_of(b: int = B) -> Tensor:
     return torch.randint(3, (b, V), generator=torch.Generator().manual_seed(1)).float()
-
-
-def brute(dense: Tensor, q: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """left: bool [N] or [B, N]."""
-    scores = (q.double() @ dense.double().t()).float().masked_fill(~left, float("-inf"))
-    best, ids = torch.sort(scores, dim=1, descending=True, stable=True)
-    best = torch.nn.functional.pad(best, (0, k), value=float("-inf"))[:, :k]
-    ids = torch.nn.functional.pad(ids, (0, k), value=-1)[:, :k]
-    return best, ids.masked_fill(best == float("-inf"), -1)
 
 
 def agrees(found: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -57,7 +49,7 @@ def test_a_filter_leaves_what_it_names(allow, deny, gone, k):
             for i in range(N)
         ]
     )
-    agrees(index.search(q, k, allow=allow, deny=deny), brute(dense, q, left, k))
+    agrees(index.search(q, k, allow=allow, deny=deny), best(dense, q, k, left))
 
 
 FORMS = {
@@ -75,8 +67,8 @@ FORMS = {
 def test_every_form_of_a_filter(form):
     mask = torch.rand(N, generator=torch.Generator().manual_seed(2)) < 0.3
     index, q = SparseIndex.build(collection()), queries_of()
-    agrees(index.search(q, 7, allow=FORMS[form](mask)), brute(collection(), q, mask, 7))
-    agrees(index.search(q, 7, deny=FORMS[form](mask)), brute(collection(), q, ~mask, 7))
+    agrees(index.search(q, 7, allow=FORMS[form](mask)), best(collection(), q, 7, mask))
+    agrees(index.search(q, 7, deny=FORMS[form](mask)), best(collection(), q, 7, ~mask))
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -86,9 +78,9 @@ def test_each_query_may_have_its_own_mask(monkeypatch, sparse):
     masks[1] = False
     index, q = SparseIndex.build(collection()), queries_of()
     asked = q.to_sparse_csr() if sparse else q
-    agrees(index.search(asked, 5, allow=masks), brute(collection(), q, masks, 5))
+    agrees(index.search(asked, 5, allow=masks), best(collection(), q, 5, masks))
     scores, ids = index.search(q[0], 5, deny=~masks[0])
-    agrees((scores[None], ids[None]), brute(collection(), q[:1], masks[0], 5))
+    agrees((scores[None], ids[None]), best(collection(), q[:1], 5, masks[0]))
 
 
 def test_documents_that_came_after_a_mask_are_not_marked_in_it():
@@ -96,8 +88,8 @@ def test_documents_that_came_after_a_mask_are_not_marked_in_it():
     mask = torch.ones(30, dtype=torch.bool)
     index.append(collection()[30:])
     first = torch.arange(N) < 30
-    agrees(index.search(q, 9, allow=mask), brute(collection(), q, first, 9))
-    agrees(index.search(q, 9, deny=mask), brute(collection(), q, ~first, 9))
+    agrees(index.search(q, 9, allow=mask), best(collection(), q, 9, first))
+    agrees(index.search(q, 9, deny=mask), best(collection(), q, 9, ~first))
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["for all", "for each"])
@@ -110,7 +102,7 @@ def test_a_compiled_search_takes_filters(each):
         for n in (30, N):
             masks = torch.rand(B, n, generator=torch.Generator().manual_seed(n)) < 0.3
             mask = masks if each else masks[0]
-            agrees(program(q, mask), brute(collection()[:n], q, mask, 6))
+            agrees(program(q, mask), best(collection()[:n], q, 6, mask))
             index.append(collection()[n:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 import pytest
 import torch
 
+from processes import threads
 from sparse_inductor import SparseIndex
 from test_index_inputs import V, collection, queries_of
 
@@ -86,7 +88,7 @@ class Service:
             self.wrong.append(f"a score is off by {float(error)}")
         self.searches += 1
 
-    def run(self, threads: int, writers: int, seconds: float) -> None:
+    def run(self, count: int, writers: int, seconds: float) -> None:
         end = time.monotonic() + seconds
 
         def work(step) -> None:
@@ -96,12 +98,9 @@ class Service:
             except BaseException as error:
                 self.wrong.append(repr(error))
 
-        steps = [self.write] * writers + [self.search] * (threads - writers)
-        running = [threading.Thread(target=work, args=(step,)) for step in steps]
-        for t in running:
-            t.start()
-        for t in running:
-            t.join()
+        steps = [self.write] * writers + [self.search] * (count - writers)
+        with threads(*(functools.partial(work, step) for step in steps)):
+            pass
         self.done = 0
         self.search()
         assert not self.wrong, self.wrong[:3]
@@ -110,7 +109,7 @@ class Service:
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_every_search_sees_one_moment(weights):
-    Service(0, 200, weights).run(threads=12, writers=3, seconds=0.5)
+    Service(0, 200, weights).run(count=12, writers=3, seconds=0.5)
 
 
 @pytest.mark.heavy
@@ -119,7 +118,7 @@ def test_every_search_of_200_threads_sees_one_moment():
     end, searches, writes, seed = time.monotonic() + SECONDS, 0, 0, 0
     while (left := end - time.monotonic()) > 0:
         service = Service(seed, 2000, ("float32", "float16", "int8")[seed % 3])
-        service.run(threads=200, writers=20, seconds=min(left, 20))
+        service.run(count=200, writers=20, seconds=min(left, 20))
         searches, writes, seed = searches + service.searches, writes + service.begun, seed + 1
     print(
         f"{SECONDS:g} s, 200 threads: {searches} searches, {writes} writes, nothing lost, nothing wrong"

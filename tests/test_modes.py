@@ -288,23 +288,6 @@ def test_gradients_that_the_program_turns_on_itself(report, forward):
     assert_gradients(layers, twin)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"mode": "reduce-overhead"},
-        heavy({"mode": "max-autotune"}),
-        heavy({"fullgraph": True}),
-        heavy({"fullgraph": True, "dynamic": True}),
-    ],
-    ids=lambda how: "-".join(map(str, how.values())),
-)
-def test_modes_of_torch_compile(report, how):
-    model, eager = encoder(), encoder()
-    assert_trains_like_eager(torch.compile(model, **how), model, eager, *batch())
-    assert rewritten(report) == BOTH
-
-
 # Weights
 
 

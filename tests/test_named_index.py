@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from processes import threads
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import IndexFileError, NamedIndex, segment
 from test_index_service import in_child
@@ -110,16 +111,12 @@ def test_searches_beside_replacements_and_compaction():
             if [n for n, _ in found] != ["b", "a"]:
                 wrong.append(found)
 
-    threads = [threading.Thread(target=look, args=(o,)) for o in ({}, {"allow": ["a", "b"]})]
-    for t in threads:
-        t.start()
-    for at in range(150):
-        index.put(["a", "b"], [{0: 1.0}, {0: 2.0}])
-        if at % 10 == 0:
-            index.compact()
-    stop.set()
-    for t in threads:
-        t.join()
+    with threads(lambda: look({}), lambda: look({"allow": ["a", "b"]})):
+        for at in range(150):
+            index.put(["a", "b"], [{0: 1.0}, {0: 2.0}])
+            if at % 10 == 0:
+                index.compact()
+        stop.set()
     assert not wrong
 
 

@@ -10,16 +10,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 import sparse_inductor
-from programs import LAYERS, D
+from corpus.entmax.hand_written import sort_sparsemax
+from programs import LAYERS, D, layer
 from sparse_inductor import ops
 from sparse_inductor.testing import compile_without_codegen
 
 aten = torch.ops.aten
-
-
-def layer(pattern: str) -> nn.Module:
-    torch.manual_seed(0)
-    return LAYERS[pattern]()
 
 
 def tokens(requires_grad: bool = False) -> torch.Tensor:
@@ -284,18 +280,9 @@ def add_to_input_by_a_view(f, x):
     return x + y
 
 
-def rows_written_out(x):
-    """Sparsemax in plain operations, which save none of its result."""
-    ordered = x.sort(-1, descending=True)[0]
-    count = torch.arange(1, x.shape[-1] + 1)
-    total = ordered.cumsum(-1) - 1
-    support = (count * ordered > total).sum(-1, keepdim=True)
-    return torch.clamp(x - total.gather(-1, support - 1) / support, min=0)
-
-
 PROGRAMS = {
     **{pattern: None for pattern in LAYERS if pattern != "entmax"},
-    "entmax": rows_written_out,
+    "entmax": sort_sparsemax,  # in plain operations, which save none of its result
 }
 
 

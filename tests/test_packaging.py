@@ -4,16 +4,16 @@ beside it."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+import processes
+from processes import ROOT
+
 PATTERN = "splade_head"
 
 pytestmark = [
@@ -37,16 +37,8 @@ print(sparse_inductor.__file__, module.__file__, sep="\\n")
 """
 
 
-def python(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def python(*arguments: str | Path, cwd: Path, path: Iterable[Path] = ()) -> str:
+    return processes.python(*arguments, cwd=cwd, path=path).stdout
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +67,7 @@ def installed(wheel: Path, target: Path) -> Path:
 def test_the_wheel_imports_in_a_clean_folder(dist, tmp_path):
     (wheel,) = dist.glob("*.whl")
     target = installed(wheel, tmp_path / "site")
-    package, module = python("-c", IMPORTS, cwd=tmp_path, path=target).split()
+    package, module = python("-c", IMPORTS, cwd=tmp_path, path=[target]).split()
     assert package == str(target / "sparse_inductor" / "__init__.py")
     assert module == str(target / "sparse_inductor" / "patterns" / f"{PATTERN}.py")
 
@@ -118,16 +110,14 @@ def test_a_clients_mypy_accepts_the_types(dist, tmp_path):
     target = installed(*dist.glob("*.whl"), tmp_path / "site")
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = True\nmypy_path = {target}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "client.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    done = processes.python("-m", "mypy", "client.py", cwd=tmp_path, check=False)
     errors = [line for line in done.stdout.splitlines() if line.startswith("client.py:")]
     assert len(errors) == 1 and "Report" in errors[0], done.stdout
 
 
 @pytest.mark.heavy
 def test_a_bare_checkout_imports(checkout, tmp_path):
-    _, module = python("-c", IMPORTS, cwd=tmp_path, path=checkout).split()
+    _, module = python("-c", IMPORTS, cwd=tmp_path, path=[checkout]).split()
     assert module == str(checkout / "patterns" / f"{PATTERN}.py")
 
 
@@ -153,13 +143,12 @@ def test_somebody_elses_patterns_package_beside_the_wheel_is_left_alone(dist, tm
     target = installed(wheel, tmp_path / "site")
     (target / "patterns").mkdir()
     (target / "patterns" / "theirs.py").write_text("raise RuntimeError('imported')\n")
-    python("-c", IMPORTS, cwd=tmp_path, path=target)
+    python("-c", IMPORTS, cwd=tmp_path, path=[target])
 
 
 @pytest.mark.heavy
 def test_a_checkout_shadows_an_installed_wheel(checkout, dist, tmp_path):
     (wheel,) = dist.glob("*.whl")
     target = installed(wheel, tmp_path / "site")
-    path = Path(f"{checkout}{os.pathsep}{target}")
-    package, module = python("-c", IMPORTS, cwd=tmp_path, path=path).split()
+    package, module = python("-c", IMPORTS, cwd=tmp_path, path=(checkout, target)).split()
     assert Path(package).is_relative_to(checkout) and Path(module).is_relative_to(checkout)

@@ -9,8 +9,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +16,12 @@ from torch import nn
 
 import sparse_inductor
 from planted import bug_named
+from processes import python
 from sparse_inductor.explanation.drawing import Box, draw, fold, merge, subgraph
 from sparse_inductor.reporting.graphs import GraphNode
 from sparse_inductor.reporting.source import Source
 from support import heavy
 
-ROOT = Path(__file__).parent.parent
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -144,12 +142,7 @@ def test_the_command_line_writes_it(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\ndef f():\n    return torch.relu, (torch.ones(3),)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "sparse_inductor", "explain", "mine:f", "--html", "page.html"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    python("-m", "sparse_inductor", "explain", "mine:f", "--html", "page.html", cwd=tmp_path)
     assert "<title>mine:f" in (tmp_path / "page.html").read_text()
 
 

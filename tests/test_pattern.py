@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from processes import ROOT, TESTS, python
 from sparse_inductor import pattern
 from toy import Toy
-
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +65,7 @@ def with_entry_points(tmp_path: Path, entries: str, code: str) -> subprocess.Com
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{pattern.ENTRY_POINTS}]\n{entries}\n")
     (tmp_path / "theirs.py").write_text("import toy\nPATTERN = toy.Toy('theirs')\nNUMBER = 3\n")
-    path = os.pathsep.join(map(str, (tmp_path, TESTS, TESTS.parent)))
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python("-c", code, path=(tmp_path, TESTS, ROOT), check=False)
 
 
 NAMES = "from sparse_inductor.pattern import registered; print('theirs' in registered())"

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from processes import python
 from support import heavy
-
-ROOT = Path(__file__).parent.parent
 
 HEAD = """
 linear = torch.nn.Linear(16, 200)
@@ -56,9 +51,5 @@ assert warnings.filters == before[0]
     "program", [HEAD, heavy(SCORES), heavy(BLOCK)], ids=["head", "scores", "block"]
 )
 def test_nothing_is_said_or_changed(program):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN.format(program=program)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-c", RUN.format(program=program))
     assert not done.stderr, done.stderr

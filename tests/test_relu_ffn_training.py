@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_inductor
-from corpus.published.relu_ffn import LanguageModel, _ids
+from corpus.relu_ffn.published import LanguageModel, token_ids
 from sparse_inductor.graph.view import GraphView
 from support import compile_without_codegen, heavy, only, rewrites
 
@@ -22,7 +22,7 @@ def test_an_optimiser_step_of_a_library_model(kind):
     pytest.importorskip("transformers")
     model = LanguageModel(kind).train()
     twin = copy.deepcopy(model)
-    ids = _ids()
+    ids = token_ids()
     with only("relu_ffn") as report:
         for program, module in ((compile_without_codegen(model), model), (twin, twin)):
             optimiser = torch.optim.SGD(module.parameters(), lr=0.5)

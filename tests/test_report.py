@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import sparse_inductor
+from processes import python, threads
 from sparse_inductor import pattern
 from sparse_inductor.reporting.findings import NearMiss, Rewrite
 from sparse_inductor.reporting.records import Report
 from sparse_inductor.reporting.source import source_of
 from toy import Toy, captured, relu_alone, relu_of_sum
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
 X = torch.randn(4)
 
 
@@ -33,17 +29,10 @@ def toy():
     pattern.unregister("toy")
 
 
-def python(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess:
+def run_script(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(code)
-    return subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python(script, **env)
 
 
 def line_of(fn) -> str:
@@ -123,11 +112,8 @@ def test_threads_may_add_and_read():
             report.add([], miss, 1.0, {"toy": 1.0})
             str(report)
 
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with threads(*[add] * 4):
+        pass
     assert len(report.near_misses) == report.graphs == 800
     assert report.pattern_ms == {"toy": 800.0}
 
@@ -242,8 +228,7 @@ print(toy.captured(toy.relu_of_sum, torch.randn(4)))
 
 
 def test_torch_logs_turns_the_log_on(tmp_path):
-    done = python(SCRIPT, tmp_path, TORCH_LOGS="+sparse_inductor")
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, tmp_path, TORCH_LOGS="+sparse_inductor")
     assert "hardtanh" in done.stdout
     assert "toy: 1 rewrite (toy.py:" in done.stderr
     assert "graph before:" in done.stderr and "graph after:" in done.stderr
@@ -251,8 +236,7 @@ def test_torch_logs_turns_the_log_on(tmp_path):
 
 @pytest.mark.heavy
 def test_the_log_is_silent_without_it(tmp_path):
-    done = python(SCRIPT, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, tmp_path)
     assert "rewrite" not in done.stderr
 
 
@@ -260,18 +244,13 @@ def test_the_log_is_silent_without_it(tmp_path):
 def test_torch_logs_leaves_the_operators_importable(tmp_path):
     # torch imports the package and its subpackages to find their loggers while it is itself half
     # imported.
-    done = python(
-        "import torch, sparse_inductor\nsparse_inductor.ops\n",
-        tmp_path,
-        TORCH_LOGS="+sparse_inductor",
-    )
-    assert done.returncode == 0, done.stderr
+    code = "import torch, sparse_inductor\nsparse_inductor.ops\n"
+    run_script(code, tmp_path, TORCH_LOGS="+sparse_inductor")
 
 
 @pytest.mark.heavy
 def test_the_structured_trace_holds_an_artifact(tmp_path):
-    done = python(SCRIPT, tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
-    assert done.returncode == 0, done.stderr
+    run_script(SCRIPT, tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
     text = "".join(f.read_text() for f in (tmp_path / "trace").iterdir())
     assert '"name": "sparse_inductor"' in text
     assert "return torch.relu(x + 1)" in text

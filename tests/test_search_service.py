@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-import threading
 import urllib.error
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from processes import threads
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -107,12 +108,8 @@ def test_searches_while_documents_are_replaced(example):
                 if len(found) != 20 or any(f["score"] < g["score"] for f, g in pairwise(found)):
                     wrong.append(found)
 
-        clients = [threading.Thread(target=client) for _ in range(4)]
-        for each in clients:
-            each.start()
-        for n in range(20):
-            example.ask(address, "PUT", "/documents", texts([str(n)], seed=n))
-        for each in clients:
-            each.join()
+        with threads(*[client] * 4):
+            for n in range(20):
+                example.ask(address, "PUT", "/documents", texts([str(n)], seed=n))
         assert wrong == []
         assert example.ask(address, "GET", "/health") == {"documents": 50}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from torch._inductor import config
 
 import sparse_inductor
+from processes import threads
 from sparse_inductor import compat, pattern, session, slots
 from support import compile_without_codegen
-from toy import Toy, captured, relu_alone, relu_of_sum
+from toy import Toy, captured, matched, relu_alone, relu_of_sum
 
 X = torch.randn(4)
 SLOTS = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
@@ -26,21 +26,11 @@ needs_lists = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def toys():
-    for name in ("toy", "other"):
-        pattern.register(Toy(name))
-    yield
-    for name in ("toy", "other"):
-        pattern.unregister(name)
+pytestmark = pytest.mark.usefixtures("toys")
 
 
 def saved():
     return [compat.save_setting(name) for name in SETTINGS]
-
-
-def matched() -> list[str]:
-    return [r.pattern for r in sparse_inductor.report().rewrites]
 
 
 # Which patterns
@@ -211,17 +201,15 @@ def test_a_timing_that_the_user_chose_is_respected():
 def test_other_threads_are_rewritten_too():
     sparse_inductor.enable(only="toy")
     names = []
-    thread = threading.Thread(target=lambda: names.extend(captured(relu_of_sum, X)))
-    thread.start()
-    thread.join()
+    with threads(lambda: names.extend(captured(relu_of_sum, X))):
+        pass
     assert "hardtanh" in names
 
 
 def test_disable_in_another_thread_turns_it_off_here():
     sparse_inductor.enable(only="toy")
-    thread = threading.Thread(target=sparse_inductor.disable)
-    thread.start()
-    thread.join()
+    with threads(sparse_inductor.disable):
+        pass
     assert "relu" in captured(relu_of_sum, X)
     sparse_inductor.enable(only="toy")
     torch._dynamo.reset()

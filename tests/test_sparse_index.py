@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranking import best
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import IndexFileError
 from sparse_inductor.index import files as files_module
@@ -35,22 +36,13 @@ def queries(b: int = 4, seed: int = 1) -> torch.Tensor:
     return torch.rand(b, V, generator=g) * (torch.rand(b, V, generator=g) < 0.5)
 
 
-def truth(dense, q, k, deleted=()):
-    """The true top-k: fp64 products rounded to fp32, ties by lowest id, -inf and -1 where documents run out."""
-    scores = (q.double() @ dense.double().t()).float() + 0.0
-    scores[:, list(deleted)] = float("-inf")
-    wide = max(k, scores.shape[1])
-    scores = torch.nn.functional.pad(scores, (0, wide - scores.shape[1]), value=float("-inf"))
-    best, ids = torch.sort(scores, dim=1, descending=True, stable=True)
-    ids = torch.where(best == float("-inf"), -1, ids)
-    return best[:, :k], ids[:, :k]
-
-
 def assert_true_top(index, dense, q, k, deleted=()):
     scores, ids = index.search(q, k)
-    best, right = truth(dense, q, k, deleted)
+    left = torch.ones(len(dense), dtype=torch.bool)
+    left[list(deleted)] = False
+    values, right = best(dense, q, k, left)
     assert torch.equal(ids, right)
-    torch.testing.assert_close(scores, best, rtol=2e-7, atol=0)
+    torch.testing.assert_close(scores, values, rtol=2e-7, atol=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -136,7 +128,7 @@ def test_unknown_and_repeated_query_terms():
     terms, weights = torch.tensor([3, -1, V, 3, 7]), torch.tensor([0.5, 9.0, 9.0, 0.5, 1.0])
     q = torch.zeros(1, V)
     q[0, 3] = q[0, 7] = 1.0
-    assert torch.equal(index.search((terms, weights), 5)[1], truth(dense, q, 5)[1][0])
+    assert torch.equal(index.search((terms, weights), 5)[1], best(dense, q, 5)[1][0])
 
 
 def test_repeated_terms_of_a_document_add_up():

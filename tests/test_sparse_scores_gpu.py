@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from corpus.cases import CASES
-from recognition import check
+from corpus.check import check
 from sparse_inductor import SparseIndex
 from sparse_inductor.kernels.common import replay
 from sparse_inductor.kernels.sparse_scores import search as kernel
@@ -68,8 +68,8 @@ def test_a_rewritten_program_gives_the_same_on_a_gpu(case):
     case = on_gpu(case)
     if case.name in ROUNDING:
         case = dataclasses.replace(case, build=lambda build=case.build: rounded(*build()))
-    with torch.device("cuda"), only("sparse_scores") as report:
-        check(case, "sparse_scores", report, torch.compile)
+    with torch.device("cuda"), only("sparse_scores"):
+        check(case, how="inductor")
 
 
 def test_the_operator_is_exact_and_repeatable():

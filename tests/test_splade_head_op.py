@@ -9,11 +9,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sparse_inductor.ops import splade_head
-from support import TOLERANCE, error, heavy
+from support import TOLERANCE, Largest, error, heavy
 
 INF = math.inf
 ops = torch.ops.sparse_inductor
@@ -101,8 +99,9 @@ def leaves_of(*tensors):
     return [t.detach().clone().requires_grad_() for t in tensors if t is not None]
 
 
-def check(hidden, weight, bias, formula, *, rows=(), steps=None, tolerance=None, **kwargs):
+def check(operands, formula, *, rows=(), steps=None):
     """Values and gradients no further from the fp64 formula than the same formula in the inputs' dtype."""
+    hidden, weight, bias = operands
     dtype = hidden.dtype
     results = []
     for how in ("ours", "plain", "truth"):
@@ -110,11 +109,10 @@ def check(hidden, weight, bias, formula, *, rows=(), steps=None, tolerance=None,
         leaves = [t.detach().to(cast).requires_grad_() for t in (hidden, weight)]
         b = None if bias is None else bias.detach().to(cast).requires_grad_()
         if how == "ours":
-            values = splade_head(*leaves, b, rows=rows, steps=steps, **kwargs)
+            values = splade_head(*leaves, b, rows=rows, steps=steps)
         else:
             values = formula(logits(*leaves, b)).amax(-2)
         results.append((values, *gradients(values, [*leaves, *([] if b is None else [b])])))
-    limit = TOLERANCE[dtype] if tolerance is None else tolerance
     for what, ours, plain, truth in zip(
         ("values", "hidden", "weight", "bias"), *results, strict=False
     ):
@@ -122,7 +120,9 @@ def check(hidden, weight, bias, formula, *, rows=(), steps=None, tolerance=None,
         assert torch.equal(ours.isinf(), truth.isinf()), what
         assert not ours.isnan().any(), what
         ours_off, plain_off = error(ours, truth, dtype), error(plain, truth, dtype)
-        assert ours_off <= plain_off + limit, f"{what}: {ours_off:.2e}, plain {plain_off:.2e}"
+        assert ours_off <= plain_off + TOLERANCE[dtype], (
+            f"{what}: {ours_off:.2e}, plain {plain_off:.2e}"
+        )
     return results[0][0]
 
 
@@ -222,15 +222,9 @@ def test_a_gradient_is_not_silently_wrong_the_second_time():
 def test_no_less_accurate_than_the_formula(name, dtype):
     steps, formula = FORMULAS[name]
     mask = lengths(4, 24)
-    hidden, weight, bias = make(B=4, S=24, D=32, V=60, dtype=dtype)
-    check(
-        hidden,
-        weight,
-        bias,
-        lambda z: formula(z, mask),
-        rows=[row_of(name, mask, dtype)],
-        steps=steps,
-    )
+    operands = make(B=4, S=24, D=32, V=60, dtype=dtype)
+    rows = [row_of(name, mask, dtype)]
+    check(operands, lambda z: formula(z, mask), rows=rows, steps=steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -277,26 +271,18 @@ def test_half_inputs_accumulate_in_fp32():
 @pytest.mark.parametrize("steps", ["relu | log1p | row_mul(0)", "square | row_mul(0)"])
 def test_any_size(B, S, D, V, steps):
     mask = lengths(B, S) if B > 1 else torch.ones(1, S)
-    hidden, weight, bias = make(B, S, D, V)
     activation = log1p_relu if "relu" in steps else torch.square
-    check(hidden, weight, bias, lambda z: activation(z) * m_(mask), rows=[mask], steps=steps)
+    check(make(B, S, D, V), lambda z: activation(z) * m_(mask), rows=[mask], steps=steps)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
 @pytest.mark.parametrize("real", [False, True])
 def test_leading_dimensions(lead, real):
-    hidden, weight, bias = make(lead=lead)
     g = torch.Generator().manual_seed(5)
     mask = torch.rand(*lead, 7, generator=g)
     mask = mask if real else (mask > 0.4).long()
-    values = check(
-        hidden,
-        weight,
-        bias,
-        lambda z: log1p_relu(z) * m_(mask),
-        rows=[mask],
-        steps="relu | log1p | row_mul(0)",
-    )
+    formula, steps = lambda z: log1p_relu(z) * m_(mask), "relu | log1p | row_mul(0)"
+    values = check(make(lead=lead), formula, rows=[mask], steps=steps)
     assert values.shape == (*lead, 11)
 
 
@@ -332,40 +318,31 @@ def test_no_features():
 
 
 HIDDEN_LAYOUTS = {
-    "strided": lambda h: h.repeat_interleave(2, -1)[..., ::2],
-    "every_other_token": lambda h: h.repeat_interleave(2, 1)[:, ::2],
-    "sequence_first": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
-    "channels_first": lambda h: h.mT.contiguous().mT,
-    "expanded_batch": lambda h: h[:1].expand(3, -1, -1),
-    "expanded_tokens": lambda h: h[:, :1].expand(-1, 7, -1),
-    "flipped_storage": lambda h: torch.cat([h, h])[3:],
+    "states strided": lambda h: h.repeat_interleave(2, -1)[..., ::2],
+    "states every other token": lambda h: h.repeat_interleave(2, 1)[:, ::2],
+    "states sequence first": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
+    "states channels first": lambda h: h.mT.contiguous().mT,
+    "states expanded batch": lambda h: h[:1].expand(3, -1, -1),
+    "states expanded tokens": lambda h: h[:, :1].expand(-1, 7, -1),
+    "states flipped storage": lambda h: torch.cat([h, h])[3:],
 }
 WEIGHT_LAYOUTS = {
-    "transposed": lambda w: w.t().contiguous().t(),
-    "strided": lambda w: w.repeat_interleave(3, 1)[:, ::3],
-    "expanded": lambda w: w[:1].expand(11, -1),
-    "sliced": lambda w: torch.cat([w, w])[5:16],
+    "weight transposed": lambda w: w.t().contiguous().t(),
+    "weight strided": lambda w: w.repeat_interleave(3, 1)[:, ::3],
+    "weight expanded": lambda w: w[:1].expand(11, -1),
+    "weight sliced": lambda w: torch.cat([w, w])[5:16],
 }
 
 
 @pytest.mark.parametrize("steps", ["relu | log1p | row_mul(0)", "square | row_mul(0)"])
-@pytest.mark.parametrize("layout", HIDDEN_LAYOUTS)
-def test_hidden_of_any_layout(layout, steps):
-    _same_whatever_the_layout(HIDDEN_LAYOUTS[layout], lambda w: w, steps)
-
-
-@pytest.mark.parametrize("steps", ["relu | log1p | row_mul(0)", "square | row_mul(0)"])
-@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
-def test_weight_of_any_layout(layout, steps):
-    _same_whatever_the_layout(lambda h: h, WEIGHT_LAYOUTS[layout], steps)
-
-
-def _same_whatever_the_layout(of_hidden, of_weight, steps):
+@pytest.mark.parametrize("layout", [*HIDDEN_LAYOUTS, *WEIGHT_LAYOUTS])
+def test_states_and_weights_of_any_layout(layout, steps):
     """The same numbers from views and from contiguous copies of them, gradients of the base included."""
     results = []
     for view in (True, False):
         hidden, weight, bias = leaves_of(*make())
-        h, w = of_hidden(hidden), of_weight(weight)
+        h = HIDDEN_LAYOUTS.get(layout, lambda h: h)(hidden)
+        w = WEIGHT_LAYOUTS.get(layout, lambda w: w)(weight)
         if not view:
             h, w = h.contiguous(), w.contiguous()
         values = splade_head(h, w, bias, rows=[lengths()], steps=steps)
@@ -455,8 +432,7 @@ def test_real_valued_weights_are_exact(steps, formula, weights, everything):
     m = weights(torch.Generator().manual_seed(2))
     if not everything:  # one sequence of the batch keeps the fast path
         m = torch.cat([torch.ones_like(m[:1]), m[1:]])
-    hidden, weight, bias = make()
-    check(hidden, weight, bias, lambda z: formula(z, m), rows=[m], steps=steps)
+    check(make(), lambda z: formula(z, m), rows=[m], steps=steps)
 
 
 def test_a_neighbour_on_the_general_path_changes_nothing():
@@ -473,29 +449,16 @@ def test_a_neighbour_on_the_general_path_changes_nothing():
 
 
 def test_two_rows():
-    hidden, weight, bias = make()
     add, keep = torch.linspace(-1, 1, 7), lengths()
-    check(
-        hidden,
-        weight,
-        bias,
-        lambda z: log1p_relu(z + m_(add)).masked_fill(m_(keep) == 0, -INF),
-        rows=[add, keep],
-        steps="row_add(0) | relu | log1p | row_where(1, -inf)",
-    )
+    formula = lambda z: log1p_relu(z + m_(add)).masked_fill(m_(keep) == 0, -INF)
+    steps = "row_add(0) | relu | log1p | row_where(1, -inf)"
+    check(make(), formula, rows=[add, keep], steps=steps)
 
 
 def test_one_row_used_twice():
-    hidden, weight, bias = make()
     mask = torch.rand(3, 7)
-    check(
-        hidden,
-        weight,
-        bias,
-        lambda z: log1p_relu(z * m_(mask)) * m_(mask),
-        rows=[mask],
-        steps="row_mul(0) | relu | log1p | row_mul(0)",
-    )
+    formula = lambda z: log1p_relu(z * m_(mask)) * m_(mask)
+    check(make(), formula, rows=[mask], steps="row_mul(0) | relu | log1p | row_mul(0)")
 
 
 def test_rows_get_no_gradient():
@@ -509,12 +472,10 @@ def test_non_finite_hidden_states_behind_a_selecting_mask_do_not_leak():
     hidden, weight, bias = make()
     mask = lengths()
     hidden[mask == 0] = torch.nan
-    values = splade_head(hidden, weight, bias, rows=[mask], steps="relu | log1p | row_where(0, 0)")
+    given = {"rows": [mask], "steps": "relu | log1p | row_where(0, 0)"}
+    values = splade_head(hidden, weight, bias, **given)
     hidden[mask == 0] = 0
-    torch.testing.assert_close(
-        values,
-        splade_head(hidden, weight, bias, rows=[mask], steps="relu | log1p | row_where(0, 0)"),
-    )
+    torch.testing.assert_close(values, splade_head(hidden, weight, bias, **given))
 
 
 # --- Positions ------------------------------------------------------------------------------------
@@ -531,14 +492,8 @@ def test_positions_are_those_of_torch_max(name, grad, S):
     hidden, weight, bias = make(S=S, dtype=torch.float64)
     expected = formula(logits(hidden, weight, bias), mask).max(1)
     hidden.requires_grad_(grad)
-    values, positions = splade_head(
-        hidden,
-        weight,
-        bias,
-        rows=[row_of(name, mask, torch.float64)],
-        steps=steps,
-        return_argmax=True,
-    )
+    given = {"rows": [row_of(name, mask, torch.float64)], "steps": steps}
+    values, positions = splade_head(hidden, weight, bias, **given, return_argmax=True)
     assert positions.dtype == torch.int64 and not positions.requires_grad
     torch.testing.assert_close(values, expected.values)
     assert torch.equal(positions, expected.indices)
@@ -732,23 +687,6 @@ def test_inside_a_module_that_is_deep_copied_and_moved():
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of one storage that any operator made, those inside our operators included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "sparse_inductor":
-            with self:  # the kernel's own calls, rather than the operator as one
-                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.layout == torch.strided:
-                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
-        return out
 
 
 @pytest.mark.parametrize("argmax", [False, True])

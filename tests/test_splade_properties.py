@@ -14,17 +14,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from corpus.case import Case
 from sparse_inductor import rewrite
-from support import (
-    assert_same_result,
-    compile_without_codegen,
-    near_misses,
-    one_in,
-    only_splade_head,
-    rewrites,
-    run_three_ways,
-)
+from sparse_inductor.testing import assert_matches_reference
+from support import compile_without_codegen, near_misses, one_in, only_splade_head, rewrites
 
 B, S, D, V = 3, 5, 4, 9
 INF = math.inf
@@ -248,21 +240,15 @@ SEEN: collections.Counter[str] = collections.Counter()
 
 
 def check(spelling: Spelling, training: bool, dynamic: bool) -> None:
-    case = Case(
-        "drawn",
-        "",
-        lambda: (Program(spelling), inputs_of(spelling)),
-        training=training,
-        precision=DTYPE,
-        dynamic=dynamic or None,
-    )
-    with only_splade_head() as report:
-        outcome = run_three_ways(case)
-        assert not rewrite.failures, rewrite.failures
-        decided = "rewritten" if rewrites(report) else "declined" if near_misses(report) else "left"
-        SEEN[decided] += 1
-        event(decided)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, DTYPE)
+    with only_splade_head():
+        report = assert_matches_reference(
+            Program(spelling), inputs_of(spelling), grads=training, inference=not training,
+            dynamic=dynamic or None, vary=0, must_rewrite=False,
+        ).report  # fmt: skip
+    assert not rewrite.failures, rewrite.failures
+    decided = "rewritten" if report.rewrites else "declined" if report.near_misses else "left"
+    SEEN[decided] += 1
+    event(decided)
 
 
 @settings(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor
 
+from processes import threads
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import StreamedIndex, queries, segment
 
@@ -101,11 +100,7 @@ def test_searches_of_threads_beside_a_writer(device):
             if not (torch.equal(found[0].cpu(), want[0]) and torch.equal(found[1].cpu(), want[1])):
                 failed.append(found)
 
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for at in range(20):
-        index.append(collection(3, at))
-    for t in threads:
-        t.join()
+    with threads(*[look] * 3):
+        for at in range(20):
+            index.append(collection(3, at))
     assert not failed

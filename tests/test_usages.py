@@ -6,7 +6,6 @@ import asyncio
 import copy
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,32 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_inductor
-from programs import LAYERS, D
+from corpus.entmax.hand_written import sort_sparsemax
+from processes import threads
+from programs import D, Model, draw, step
 from sparse_inductor import compat, rewrite
 from sparse_inductor.testing import compile_without_codegen
 
-FAMILIES = ("entmax_attention", "relu_ffn", "sparse_scores", "splade_head")
 Compile = Callable[[Any], Any]
-
-
-def model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(LAYERS[name]() for name in FAMILIES))
-
-
-def draw(batch: int = 2, length: int = 5, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, length, D, generator=generator, dtype=torch.float32)
-    return x.requires_grad_()
-
-
-def step(fn: Callable[..., Tensor], module: nn.Module, x: Tensor | None = None) -> list[Any]:
-    """The result and all gradients."""
-    x = draw() if x is None else x
-    module.zero_grad()
-    y = fn(x)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
 USAGES: dict[str, Callable[[Compile], Any]] = {}
@@ -57,14 +37,14 @@ def usage(f: Callable[[Compile], Any]) -> Callable[[Compile], Any]:
 
 @usage
 def compiled_inside_compiled(compiled):
-    m = model()
+    m = Model()
     m[1] = compiled(m[1])
     return step(compiled(m), m)
 
 
 @usage
 def without_gradients_first(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     with torch.no_grad():
         quiet = f(draw())
@@ -75,12 +55,12 @@ def without_gradients_first(compiled):
 
 @usage
 def weights_are_reloaded(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     first = step(f, m)
-    m.load_state_dict(model(1).state_dict())
+    m.load_state_dict(Model(1).state_dict())
     second = step(f, m)
-    m.load_state_dict(model(2).state_dict(), assign=True)
+    m.load_state_dict(Model(2).state_dict(), assign=True)
     return first, second, step(f, m)
 
 
@@ -88,7 +68,7 @@ def weights_are_reloaded(compiled):
 def a_method_of_two_objects(compiled):
     class Trainer:
         def __init__(self, seed):
-            self.m = model(seed)
+            self.m = Model(seed)
 
         @compiled
         def run(self, x, *, scale=1.0):
@@ -103,7 +83,7 @@ def a_generator_in_forward(compiled):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.m = model()
+            self.m = Model()
 
         def parts(self, x) -> Iterator[Tensor]:
             for layer in self.m:
@@ -119,7 +99,7 @@ def a_generator_in_forward(compiled):
 
 @usage
 def hooks_of_every_kind(compiled):
-    m = model()
+    m = Model()
     m[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
     m[1].up.register_forward_hook(lambda module, inputs, output: output * 1.5)
     m[2].register_full_backward_hook(lambda module, incoming, outgoing: (incoming[0] * 2,))
@@ -134,7 +114,7 @@ def hooks_of_every_kind(compiled):
 
 @usage
 def an_optimizer_in_backward(compiled):
-    m = model()
+    m = Model()
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in m.parameters()}
 
     def update(p):
@@ -151,7 +131,7 @@ def an_optimizer_in_backward(compiled):
 
 @usage
 def tied_and_normalised_weights(compiled):
-    m = model()
+    m = Model()
     m[3].decoder.weight = m[0].q.weight
     parametrizations.spectral_norm(m[1].up)
     parametrizations.orthogonal(m[0].v)
@@ -160,16 +140,8 @@ def tied_and_normalised_weights(compiled):
 
 
 @usage
-def weights_from_the_meta_device(compiled):
-    with torch.device("meta"):
-        m = nn.Sequential(*(LAYERS[name]() for name in FAMILIES))
-    m.to_empty(device="cpu").load_state_dict(model().state_dict())
-    return step(compiled(m), m)
-
-
-@usage
 def other_default_dtypes(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     found = [step(f, m)]
     for dtype in (torch.float64, torch.bfloat16):
@@ -183,7 +155,7 @@ def other_default_dtypes(compiled):
 
 @usage
 def anomaly_and_determinism(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     torch.use_deterministic_algorithms(True)
     try:
@@ -203,7 +175,7 @@ def modes_of_the_callers(compiled):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    m = model()
+    m = Model()
     f = compiled(m)
     with Functions():
         first = step(f, m)
@@ -221,14 +193,14 @@ def results_of_other_kinds(compiled):
         rest: None
         number: int
 
-    m = model()
+    m = Model()
     f = compiled(lambda x: Result(m(x), None, x.shape[0]))
     return f(draw()).number, step(lambda x: f(x).y, m)
 
 
 @usage
 def arguments_of_other_kinds(compiled):
-    m = model()
+    m = Model()
 
     @compiled
     def f(*tensors, scale, bias=None):
@@ -245,30 +217,27 @@ def arguments_of_other_kinds(compiled):
 
 @usage
 def batches_that_are_empty(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     return [step(f, m, draw(batch, length)) for batch, length in ((2, 5), (0, 5), (1, 1), (3, 2))]
 
 
 @usage
 def several_threads_compile(compiled):
-    models = [model(seed) for seed in range(3)]
+    models = [Model(seed) for seed in range(3)]
     found: list[Any] = [None] * 3
 
     def run(i):
         found[i] = step(compiled(models[i]), models[i])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with threads(*(functools.partial(run, i) for i in range(3))):
+        pass
     return found
 
 
 @usage
 def tasks_of_asyncio(compiled):
-    m = model().requires_grad_(False)
+    m = Model().requires_grad_(False)
     f = compiled(m)
 
     async def run():
@@ -281,7 +250,7 @@ def tasks_of_asyncio(compiled):
 
 @usage
 def layers_are_changed_later(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     found = [step(f, m)]
     m[1].requires_grad_(False)
@@ -295,7 +264,7 @@ def layers_are_changed_later(compiled):
 
 @usage
 def gradients_inside(compiled):
-    m = model()
+    m = Model()
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
 
     @compiled
@@ -311,7 +280,7 @@ def gradients_inside(compiled):
 
 @usage
 def an_average_inside(compiled):
-    m = model()
+    m = Model()
     average = copy.deepcopy(m).requires_grad_(False)
 
     @compiled
@@ -328,7 +297,7 @@ def an_average_inside(compiled):
 
 @usage
 def inputs_are_written_to(compiled):
-    m = model()
+    m = Model()
 
     def f(x):
         x.mul_(2)
@@ -342,7 +311,7 @@ def inputs_are_written_to(compiled):
 
 @usage
 def what_raises_in_between(compiled):
-    m = model()
+    m = Model()
     f = compiled(m)
     found = [step(f, m)]
     for bad in (torch.randn(2, 5, D + 1), torch.zeros(2, 5, D, dtype=torch.int64)):
@@ -373,14 +342,6 @@ def compile_without_codegen_as_module(fn: Any) -> Any:
     return compile_without_codegen(fn)._fn
 
 
-def sparsemax(z: Tensor) -> Tensor:
-    ordered = z.sort(dim=-1, descending=True).values
-    above = ordered.cumsum(-1) - 1
-    number = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype)
-    size = (ordered * number > above).sum(-1, keepdim=True)
-    return torch.relu(z - above.gather(-1, size - 1) / size)
-
-
 def test_what_a_pass_tries_passes_through_no_mode():
     """A mode that a failed compile left behind, or the caller's, would refuse or count the rows that are tried."""
 
@@ -396,7 +357,7 @@ def test_what_a_pass_tries_passes_through_no_mode():
     torch._dynamo.reset()
     rewrite.failures.clear()
     with sparse_inductor.enabled(policy="always"):
-        found = torch.compile(lambda: sparsemax(q @ k.mT) @ v, backend=passes)()
+        found = torch.compile(lambda: sort_sparsemax(q @ k.mT) @ v, backend=passes)()
     assert [r.pattern for r in sparse_inductor.report().rewrites] == ["entmax_attention"]
     assert not rewrite.failures
-    torch.testing.assert_close(found, sparsemax(q @ k.mT) @ v)
+    torch.testing.assert_close(found, sort_sparsemax(q @ k.mT) @ v)

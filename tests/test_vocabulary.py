@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
+import test_match
 from sparse_inductor.graph.contraction import Contraction, contraction
 from sparse_inductor.graph.effects import Effects
 from sparse_inductor.graph.fakes import complete, fake
@@ -138,33 +139,23 @@ def test_views_only_move_elements(name):
 
 A, W, V1, BIAS = tensor(2, 5, 4), tensor(6, 4, seed=1), tensor(4, seed=2), tensor(6, seed=3)
 _PRODUCTS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
-    "linear": (lambda a, w: F.linear(a, w), (A, W)),
-    "linear_bias": (lambda a, w, b: F.linear(a, w, b), (A, W, BIAS)),
+    **{name: (fn, test_match.OPERANDS) for name, fn in test_match.GEMMS.items()},
     "linear_of_a_vector": (lambda v, w: F.linear(v, w), (V1, W)),
-    "matmul": (lambda a, w: a @ w.t(), (A, W)),
-    "matmul_from_the_left": (lambda a, w: w @ a.mT, (A, W)),
     "matmul_broadcast": (lambda a, b: a[:, None] @ b, (A, tensor(3, 4, 7))),
     "mv": (lambda w, v: torch.mv(w, v), (W, V1)),
     "vector_first": (lambda v, a: v @ a.mT, (V1, A)),
-    "bmm": (lambda a, b: torch.bmm(a, b), (A, tensor(2, 4, 3))),
-    "mm": (lambda a, b: torch.mm(a, b), (tensor(3, 4), tensor(4, 7))),
-    "addmm": (lambda a, w, b: torch.addmm(b, a[0], w.t(), beta=3, alpha=0.7), (A, W, BIAS)),
-    "baddbmm": (
+    "bmm_of_two": (lambda a, b: torch.bmm(a, b), (A, tensor(2, 4, 3))),
+    "addmm_scaled": (lambda a, w, b: torch.addmm(b, a[0], w.t(), beta=3, alpha=0.7), (A, W, BIAS)),
+    "baddbmm_scaled": (
         lambda a, b, c: torch.baddbmm(c, a, b, alpha=2),
         (A, tensor(2, 4, 3), tensor(2, 5, 3)),
     ),
-    "einsum": (lambda a, w: torch.einsum("bsd,vd->vbs", a, w), (A, W)),
-    "einsum_ellipsis": (lambda a, w: torch.einsum("...d,vd->...v", a, w), (A, W)),
-    "einsum_implicit": (lambda a, w: torch.einsum("bsd,vd", a, w), (A, W)),
     "einsum_batched": (
         lambda a, b: torch.einsum("bid,bjd->bij", a, b),
         (A, tensor(2, 3, 4)),
     ),
     "einsum_outer": (lambda v, b: torch.einsum("i,j->ji", v, b), (V1, BIAS)),
-    "tensordot": (lambda a, w: torch.tensordot(a, w, dims=([-1], [1])), (A, W)),
     "tensordot_number": (lambda a, b: torch.tensordot(a, b, 2), (tensor(3, 5, 4), tensor(5, 4, 2))),
-    "inner": (lambda a, w: torch.inner(a, w), (A, W)),
-    "conv1d": (lambda a, w, b: F.conv1d(a.mT, w[..., None], b), (A, W, BIAS)),
     "conv2d": (
         lambda x, w: F.conv2d(x, w, padding="same"),
         (tensor(2, 4, 3, 5), tensor(6, 4, 1, 1)),

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import os
-import pathlib
 import pickle
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterator
@@ -20,33 +15,12 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
-from programs import LAYERS, D
+from processes import python
+from programs import LAYERS, D, Model, draw, layer, step
 from sparse_inductor.testing import compile_without_codegen
-
-
-def layer(pattern: str) -> nn.Module:
-    torch.manual_seed(0)
-    return LAYERS[pattern]()
-
-
-def step(program: Callable[..., Tensor], module: nn.Module) -> list[Tensor | None]:
-    """What a training step makes: the result, gradients of the input and of the parameters; without gradients the
-    result."""
-    x = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    y = program(x)
-    if not torch.is_grad_enabled():
-        return [y]
-    module.zero_grad()
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *(whole(p.grad) for p in module.parameters())]
-
-
-def whole(t: Tensor | None) -> Tensor | None:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def assert_steps_alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> None:
@@ -136,16 +110,6 @@ def test_attention_in_training_is_left_to_a_cpp_wrapper():
 
 
 # One model with every family
-
-
-class Model(nn.Sequential):
-    """Attention, a feed-forward block, sparse scores and a head, one after the other."""
-
-    PATTERNS = ("entmax_attention", "relu_ffn", "sparse_scores", "splade_head")
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(*(LAYERS[name]() for name in self.PATTERNS))
 
 
 @dataclasses.dataclass
@@ -305,17 +269,6 @@ def spectral_norm(model):
 
 
 @way()
-def two_threads(model):
-    """Each compiles a model of its own; the other's result and gradients are looked at here."""
-    other = Model()
-    programs = [compile_without_codegen(m) for m in (model, other)]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda p: step(*p), zip(programs, (model, other)))
-    assert_steps_alike(first, second)
-    yield Ran(programs[1], other)
-
-
-@way()
 def an_exported_program(model):
     x = torch.randn(2, 5, D)
     exported = torch.export.export(model, (x,)).module()
@@ -363,25 +316,15 @@ def fsdp2(model):
         yield compile_without_codegen(model)
 
 
-def trained(model, program=None, update=lambda f: f, scaler=None):
+def trained(model, program=None, update=lambda f: f):
     """Two steps of Adam, of a model compiled or not."""
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3))
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    stepping = update(lambda: scaler.step(optimizer))
+    stepping = update(optimizer.step)
     for seed in range(2):
         optimizer.zero_grad()
-        x = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(seed))
-        scaler.scale((program or model)(x).square().mean()).backward()
+        (program or model)(draw(seed=seed).detach()).square().mean().backward()
         stepping()
-        scaler.update()
     return model
-
-
-@way()
-def a_grad_scaler(model):
-    compiled = compile_without_codegen(model)
-    trained(model, compiled, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
-    yield Ran(compiled, model, trained(Model()))
 
 
 # With Inductor's code generation
@@ -517,10 +460,7 @@ def test_nothing_of_ours_warns():
         print(sparse_inductor.report())
         sparse_inductor.disable()
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=True, cwd=pathlib.Path(__file__).parent,
-    )  # fmt: skip
+    python("-c", textwrap.dedent(program))
 
 
 @pytest.mark.heavy
@@ -550,7 +490,4 @@ def test_a_process_forked_after_a_step():
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=True, cwd=pathlib.Path(__file__).parent, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    python("-c", textwrap.dedent(program), OMP_NUM_THREADS="1")

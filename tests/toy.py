@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import sparse_inductor
 from sparse_inductor import compat
 from sparse_inductor.pattern import Example, Miss
 
@@ -80,3 +81,8 @@ def captured(fn: Callable[..., Any], *args: Any, fullgraph: bool = False) -> lis
 
     torch.compile(fn, backend=backend, fullgraph=fullgraph)(*args)
     return names
+
+
+def matched() -> list[str]:
+    """The patterns of what was rewritten."""
+    return [r.pattern for r in sparse_inductor.report().rewrites]

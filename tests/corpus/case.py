@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,12 @@ Expectation = Literal["rewrite", "no_rewrite", "maybe", "out_of_graph"]
 class Case:
     """`build()` returns a callable or nn.Module and its example inputs, made anew from fixed seeds.
 
-    `source` names where the spelling was seen, `why` the reason for any expectation other than
-    "rewrite". `precision` is the lowest dtype the program computes in; `rewrites` is how many places there are to
-    rewrite, `pattern` which pattern should. `dense` is what a rewrite saves: afterwards no matrix product with so many
-    results is left. `unsupported` says why this torch cannot run the program itself, and nothing where it can.
+    `source` names where the spelling was seen, `why` the reason for any expectation other than "rewrite". The report
+    has to give it of what is "no_rewrite", at a line with `at` in it; without `at` the program only stands in the same
+    place as a family, as much of every model does, and nothing may be said of it. `precision` is the lowest dtype the
+    program computes in; `rewrites` is how many places there are to rewrite, `pattern` which pattern should. `dense` is
+    what a rewrite saves: afterwards no matrix product with so many results is left. `unsupported` says why this torch
+    cannot run the program itself, and nothing where it can.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Case:
     dense: int | None = None
     unsupported: Callable[[], str] | None = None
     group: str = ""
+    at: str | None = None
 
     def __post_init__(self) -> None:
         if self.expect != "rewrite" and not self.why:
@@ -105,3 +109,15 @@ class Group:
             return function
 
         return register
+
+    def formulas(self, **named: Callable[[], Any]) -> Callable[..., Callable]:
+        """A decorator of functions of tensors alone: their parameters are what `named` makes, or `inputs`."""
+
+        def formula(*how: Any, inputs: Mapping[str, Callable[[], Any]] = {}, **fields: Any):
+            def make(function: Callable) -> tuple:
+                makers = {**named, **inputs}
+                return function, tuple(makers[p]() for p in inspect.signature(function).parameters)
+
+            return self.function(make, *how, **fields)
+
+        return formula

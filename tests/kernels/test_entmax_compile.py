@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compiling import compiled, run_compiled
 
 NUMBERS = ("n", "A", "C", "scale", "sxa", "sxc", "sxn", "soa", "soc", "son")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def contracted(ptx: str) -> list[str]:
@@ -36,9 +32,6 @@ def contracted(ptx: str) -> list[str]:
 def compile_all() -> None:
     """In a process of its own, where the interpreter is off."""
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from sparse_inductor.kernels.entmax import rows as entmax
 
@@ -59,22 +52,15 @@ def compile_all() -> None:
             x = torch.empty(rows, columns)
             plan = entmax._plan(x.shape, (x.stride(),) * 2, 4, False, alpha, dim, 64, 32768)
             assert plan is not None
-            types = iter(["*fp32", "*fp32", *["i32"] * 3, "fp32", *["i32"] * 6])
+            kinds = ["*fp32", "*fp32", *["i32"] * 3, "fp32", *["i32"] * 6]
             given = dict(zip(("x", "out", "scales", *NUMBERS), (0, 0, None, *plan.numbers)))
             constants = {**plan.constants, "scales": None}
             constants |= {n: 1 for n in NUMBERS if n != "A" and given[n] == 1}  # as at a launch
-            signature, attrs = {}, {}
-            for at, name in enumerate(kernel.arg_names):
-                kind = next(types) if name in ("x", "out", *NUMBERS) else ""
-                signature[name] = "constexpr" if name in constants else kind
-                if name not in constants and name != "scale" and given[name] % 16 == 0:
-                    attrs[(at,)] = [["tt.divisibility", 16]]
-            places = {(kernel.arg_names.index(a),): v for a, v in constants.items()}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attrs)
-            options = {"num_warps": plan.warps}
-            ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm[
-                "ptx"
-            ]
+            types = dict(zip((a for a in kernel.arg_names if a in ("x", "out", *NUMBERS)), kinds))
+            types = [kind for name, kind in types.items() if name not in constants]
+            is_round = lambda name, given=given: name != "scale" and given[name] % 16 == 0
+            found = compiled(kernel, types, constants, is_round=is_round, num_warps=plan.warps)
+            ptx = found.asm["ptx"]
             sending += "shfl.sync" in ptx
             assert not contracted(ptx), (rows, columns, dim, alpha, contracted(ptx)[:3])
     assert sending > len(shapes)
@@ -90,12 +76,7 @@ def test_contractions_are_found() -> None:
 @pytest.mark.heavy
 @pytest.mark.newest
 def test_nothing_is_contracted_with_what_lanes_send() -> None:
-    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=500
-    )
-    assert not done.returncode, done.stdout + done.stderr
+    run_compiled(__file__)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,16 @@ interpreter does not run them, and Gluon's names change from one version to the 
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from compiling import compiled, run_compiled
 
 
 def compile_all() -> None:
     """In a process of its own, where the interpreter is off."""
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sparse_inductor.epilogue.steps import parse
@@ -28,27 +21,17 @@ def compile_all() -> None:
     from sparse_inductor.kernels.relu_ffn import bitmask_ptx as marked_ptx
     from sparse_inductor.kernels.splade_head import hopper as splade
 
-    def made(kernel, types, constants, of=GluonASTSource, **options):
-        given = iter(types)
-        signature = {a: "constexpr" if a in constants else next(given) for a in kernel.arg_names}
-        places = {(kernel.arg_names.index(a),): v for a, v in constants.items()}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, a in enumerate(kernel.arg_names)
-            if signature[a].startswith("*") or a.startswith("stride")
-        }
-        source = of(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = functools.partial(compiled, of=GluonASTSource)
 
     def descriptor(rows, columns):
         return (
             f"tensordesc<bf16[{rows}, {columns}],{hopper.layout(torch.bfloat16, rows, columns)!r}>"
         )
 
-    def multiplies(compiled, copies):
-        code = compiled.asm["ptx"]
+    def multiplies(found, copies):
+        code = found.asm["ptx"]
         assert "wgmma" in code and copies in code and ".local" not in code
-        assert compiled.metadata.shared <= 227 * 1024
+        assert found.metadata.shared <= 227 * 1024
 
     token, bulk = descriptor(64, 64), "cp.async.bulk.tensor"
 
@@ -73,20 +56,17 @@ def compile_all() -> None:
     for words, N, rows, warps in ((176, 5632, 1, 1), (176, 5632, 32, 8), (512, 16384, 32, 8)):
         body = marked_ptx.pack(words, N, N // 15, 64, 40, False, rows, warps)
         constants = {"BODY": body, "PDL": True}
-        compiled = made(
-            bitmask_packing._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps
-        )
-        code = compiled.asm["ptx"]
+        found = compiled(bitmask_packing._pack_kernel.kernel, types, constants, num_warps=warps)
+        code = found.asm["ptx"]
         assert code.count("griddepcontrol.wait") == 1 and ".local" not in code
         declared = re.findall(r"\.shared .*ffn_\w+\[(\d+)\]", code)
-        assert sum(map(int, declared)) + compiled.metadata.shared <= 48 << 10, (
+        assert sum(map(int, declared)) + found.metadata.shared <= 48 << 10, (
             f"{words} words, {warps} warps: {declared} is more than is given unasked"
         )
-    compile_popular(lambda *args, **options: made(*args, ASTSource, **options))
-    print("compiled")
+    compile_popular()
 
 
-def compile_popular(made) -> None:
+def compile_popular() -> None:
     """The Triton kernels that only Hopper's path launches, as for a gated block of 5,632 neurons."""
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels.common.epilogue import encode
@@ -117,21 +97,16 @@ def compile_popular(made) -> None:
             {**steps, "GATED": True, "CAP": 256}, 4,
         ),
     ):  # fmt: skip
-        compiled = made(kernel.kernel, types.split(), constants, num_warps=warps)
-        assert ".local" not in compiled.asm["ptx"]
+        found = compiled(kernel.kernel, types.split(), constants, num_warps=warps)
+        assert ".local" not in found.asm["ptx"]
 
 
 @pytest.mark.heavy
 @pytest.mark.newest
 def test_kernels_compile_for_hopper(tmp_path):
     pytest.importorskip("triton.backends.nvidia")
-    env = {
-        **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, Path(__file__).parent))),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    command = "from test_gluon_compile import compile_all; compile_all()"
-    done = subprocess.run(
-        [sys.executable, "-c", command], env=env, capture_output=True, text=True, check=False
-    )
-    assert "compiled" in done.stdout, done.stderr[-3000:]
+    run_compiled(__file__, TRITON_CACHE_DIR=str(tmp_path))
+
+
+if __name__ == "__main__":
+    compile_all()

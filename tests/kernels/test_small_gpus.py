@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from compiling import compiled, run_compiled
 
-ROOT = Path(__file__).resolve().parents[2]
 NONE = dict.fromkeys("x_desc up_desc gate_desc a_desc b_desc half_desc out_desc bias".split())
 
 
@@ -32,13 +29,13 @@ def attention() -> None:
         def get_current_target(self):
             return GPUTarget("cuda", 89, 32)
 
-    def compiled(kernel, grid, args, constants, num_warps, **options):
+    def only_compiled(kernel, grid, args, constants, num_warps, **options):
         made = kernel.warmup(*args, grid=(1,), **constants, num_warps=num_warps, **options)
         assert made.metadata.shared <= 99 * 1024, (kernel.__name__, made.metadata.shared)
         seen.append(kernel.__name__)
 
     driver.set_active(Absent())
-    launch.launch = compiled
+    launch.launch = only_compiled
     tiles.shared_memory, tiles.compute_capability = lambda device: 99 * 1024, lambda device: (8, 9)
     problem.Problem.interpreted = False
     seen: list[str] = []
@@ -59,9 +56,6 @@ def listed_rows() -> None:
     from types import SimpleNamespace
 
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels.common import tiles
@@ -85,31 +79,15 @@ def listed_rows() -> None:
             constants = {n: v for n, v in {**fixed, **sizes}.items() if n in kernel.arg_names}
             kinds = dict.fromkeys("x up gate a b out".split(), "*bf16")
             kinds |= {"state": "*i32", "rows": "*i32", "parts": "*fp32", "THRESHOLD": "fp32"}
-            signature = {
-                n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names
-            }
-            places = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
-            aligned = {
-                (i,): [["tt.divisibility", 16]]
-                for i, n in enumerate(kernel.arg_names)
-                if signature[n].startswith("*") or n.startswith("stride")
-            }
-            source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-            compiled = triton.compile(
-                source, target=GPUTarget("cuda", capability, 32), options=options
-            )
-            assert 0 < compiled.metadata.shared <= kib * 1024, (kernel.__name__, capability)
+            types = [kinds.get(n, "i32") for n in kernel.arg_names if n not in constants]
+            found = compiled(kernel, types, constants, capability=capability, **options)
+            assert 0 < found.metadata.shared <= kib * 1024, (kernel.__name__, capability)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("part", ["listed_rows", "attention"])
 def test_kernels_fit(part: str) -> None:
-    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, __file__, part], env=env, capture_output=True, text=True, timeout=500
-    )
-    assert not done.returncode, done.stdout + done.stderr
+    run_compiled(__file__, part)
 
 
 if __name__ == "__main__":

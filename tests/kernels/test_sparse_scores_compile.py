@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import collections
 import itertools
-import os
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
+from compiling import compiled as for_hopper
+from compiling import run_compiled
 from ptx_machine import Memory, kernel
 from test_sparse_scores_ptx import keys_of
 
@@ -25,8 +25,6 @@ from support import heavy
 
 # Every form of a search's kernels is compiled, for a GPU that need not be there.
 pytestmark = pytest.mark.heavy
-
-ROOT = Path(__file__).resolve().parents[2]
 
 LISTS = "*i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i1"
 SIZES = "i32 i32 i32 i32 i32 i32"
@@ -145,25 +143,13 @@ def compile_all(folder: str) -> None:
     line the shared memory they need besides."""
     import importlib
 
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     for module, name, types, const, options in forms():
         found = importlib.import_module(f"sparse_inductor.kernels.sparse_scores.{module}")
         kernel = getattr(found, name).kernel  # as it is without `relaunched`
-        given = iter(types.split())
-        signature = {a: "constexpr" if a in const else next(given) for a in kernel.arg_names}
-        const = {**const, **{a: None for a, t in signature.items() if t == "none"}}
-        signature = {a: "constexpr" if t == "none" else t for a, t in signature.items()}
-        places = {(kernel.arg_names.index(a),): value for a, value in const.items()}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name_ in enumerate(kernel.arg_names)
-            if signature[name_].startswith("*") or name_ in ROUND
-        }
-        source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        kinds = dict(zip((a for a in kernel.arg_names if a not in const), types.split()))
+        const = {**const, **{a: None for a, kind in kinds.items() if kind == "none"}}
+        given = [kind for kind in kinds.values() if kind != "none"]
+        made = for_hopper(kernel, given, const, is_round=ROUND.__contains__, **options)
         declared = re.findall(r"\.shared .*sparse_scores\w+\[(\d+)\]", made.asm["ptx"])
         assert len(declared) <= 1, f"{name} {const} has several arrays of one name"
         # Triton asks for more where what it declares itself is more: a launch fails where both together are.
@@ -180,7 +166,6 @@ def compile_all(folder: str) -> None:
         if const.get("FILTERED") or (const.get("SORTED") and name == "everything_kernel"):
             text = f"// {made.metadata.shared}\n{made.asm['ptx']}"
             Path(folder, f"{name}{types.split()[3][1:]}.ptx").write_text(text)
-    print("compiled")
 
 
 @pytest.fixture(scope="module")
@@ -188,17 +173,7 @@ def compiled(tmp_path_factory):
     """Where the PTX is."""
     pytest.importorskip("triton.backends.nvidia")
     folder = tmp_path_factory.mktemp("ptx")
-    here = Path(__file__).parent
-    env = {
-        **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, here.parent, here))),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-    }
-    command = f"from test_sparse_scores_compile import compile_all; compile_all({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", command], env=env, capture_output=True, text=True, check=False
-    )
-    assert "compiled" in done.stdout, done.stderr[-3000:]
+    run_compiled(__file__, folder, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
     return folder
 
 
@@ -328,3 +303,7 @@ def test_programs_that_score_everything_wait_for_none_that_has_not_begun(compile
         order = np.lexsort((np.arange(n), -exact[q]))
         order = order[np.isin(order, mine) if q == 1 else ~deleted[order]][:k]
         assert (ids[q] == order).all() and (scores[q] == exact[q][order]).all()
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])

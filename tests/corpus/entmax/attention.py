@@ -12,6 +12,7 @@ from torch import nn
 from corpus.entmax.registry import (
     BOTH,
     INFER,
+    SCALE,
     TRAIN,
     B,
     D,
@@ -27,7 +28,6 @@ from corpus.entmax.registry import (
 )
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 
 @attention()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.autograd import Function
 
-from corpus.entmax.registry import INFER, D, attention, program, qkv, rows
+from corpus.entmax.registry import INFER, SCALE, attention, program, qkv, rows
 
-SCALE = 1 / math.sqrt(D)
 SEEN: list = []
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from corpus.entmax.registry import (
     INFER,
+    SCALE,
     B,
     D,
     E,
@@ -24,7 +25,6 @@ from corpus.entmax.registry import (
 )
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 
 def repeat_kv(x, n):

@@ -10,6 +10,7 @@ from torch import nn
 
 from corpus.entmax.registry import (
     INFER,
+    SCALE,
     TRAIN,
     B,
     D,
@@ -22,7 +23,6 @@ from corpus.entmax.registry import (
 )
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 
 @attention()
@@ -524,7 +524,7 @@ def positions_written_through_a_view(q, k, v, mask):
     return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
 
 
-@attention("no_rewrite", "the mask is another one by then")
+@attention("no_rewrite", "changed in place", at="bias = (1 - keep")
 def mask_filled_after_its_cast(q, k, v, mask):
     """the bias was made of the mask as it was before"""
     keep = mask.clone()

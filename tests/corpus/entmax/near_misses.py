@@ -18,17 +18,14 @@ from corpus.entmax.hand_written import (
     unhalved_halving,
 )
 from corpus.entmax.masks import some_rows_without_keys
-from corpus.entmax.registry import INFER, TRAIN, B, D, H, L, normal, qkv
+from corpus.entmax.registry import INFER, SCALE, TRAIN, B, D, H, L, normal, qkv
 from corpus.entmax.registry import attention as any_attention
 from corpus.entmax.registry import rows as any_rows
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 attention = functools.partial(any_attention, "no_rewrite")
-seen = functools.partial(any_attention, "no_rewrite")
 rows = functools.partial(any_rows, "no_rewrite")
-seen_rows = functools.partial(any_rows, "no_rewrite")
 
 
 @attention("softmax has no zeros")
@@ -45,57 +42,59 @@ def top_k_softmax(q, k, v, mask):
     return scores.masked_fill(scores < least, float("-inf")).softmax(-1) @ v
 
 
-@attention("squared relu is not normalised")
+@attention("rectified scores", at="torch.relu(")
 def relu_squared(q, k, v, mask):
     """Primer-like attention without normalisation"""
     return torch.relu(q @ k.mT * SCALE).square() @ v
 
 
-@attention("relu divided by the sum has no threshold that depends on the row")
+@attention("divided by their sum", at="p / (p.sum(")
 def relu_normalised(q, k, v, mask):
     """relu / sum"""
     p = torch.relu(q @ k.mT * SCALE)
     return p / (p.sum(-1, keepdim=True) + 1e-6) @ v
 
 
-@seen_rows("another normalisation", modes=INFER)
+@rows("norm of the probabilities", modes=INFER, at="normmax_bisect(")
 def normmax(x):
     """normmax_bisect"""
     return entmax.normmax_bisect(x, alpha=2)
 
 
-@rows("another constraint", modes=INFER)
+@rows("budget", modes=INFER, at="budget_bisect(")
 def budget(x):
     """budget_bisect"""
     return entmax.budget_bisect(x, budget=2)
 
 
-@seen_rows("the sum is left as the bisection leaves it")
+@rows("ensure_sum_one=False", at="entmax_bisect(")
 def not_renormalised(x):
     """ensure_sum_one=False"""
     return entmax.entmax_bisect(x, alpha=1.5, ensure_sum_one=False)
 
 
-@seen_rows("four steps leave an error that shows")
+@rows("n_iter=4", at="entmax_bisect(")
 def few_steps(x):
     """n_iter=4"""
     return entmax.entmax_bisect(x, alpha=1.5, n_iter=4)
 
 
-@seen_rows("no number of steps is enough", modes=INFER)
+@rows("alpha=inf is no sparse", modes=INFER, at="entmax_bisect(")
 def infinite_alpha(x):
     """alpha=inf"""
     return entmax.entmax_bisect(x, alpha=math.inf)
 
 
-@seen("the mask comes after the normalisation", pattern="entmax_attention")
+@attention(
+    "masked_fill changes the probabilities", pattern="entmax_attention", at="attn.masked_fill("
+)
 def masked_afterwards(q, k, v, mask):
     """rows no longer sum to one"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return attn.masked_fill(~mask[:, None, None], 0.0) @ v
 
 
-@seen("a row that is filled twice has one number or the other", pattern="entmax_attention")
+@attention("masked twice are masked", pattern="entmax_attention", at="> 3")
 def masked_before_and_after_a_triangle(q, k, v, mask):
     """-1e9 for padding, an added -inf triangle, -1e9 for what is far away"""
     at = torch.arange(q.size(2))
@@ -105,26 +104,26 @@ def masked_before_and_after_a_triangle(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
-@seen("there are no queries", pattern="entmax_attention")
+@attention("scores come from sum", pattern="entmax_attention", at="k.sum(-1)")
 def pooled_by_a_sum(q, k, v, mask):
     """attention pooling: one score a token, and no product that makes it"""
     return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
 
 
-@seen("a layer's outputs are experts, no keys", pattern="entmax_attention")
+@attention("a layer's outputs are experts, no keys", pattern="entmax_attention")
 def routed_to_experts(q, k, v, mask):
     """what every expert is given"""
     gates = entmax.entmax15(F.linear(k, torch.eye(D)[:4] + 0.1) / 2, dim=-1)
     return torch.einsum("bhse,bhsd->bhed", gates, v)
 
 
-@seen("a row's own features are weighed", pattern="entmax_attention")
+@attention("a row's own features are weighed", pattern="entmax_attention")
 def features_weighed(q, k, v, mask):
     """TabNet's mask, and a sum"""
     return (entmax.sparsemax(q, dim=-1) * v).sum(-1)
 
 
-@seen("three tensors make the scores", pattern="entmax_attention")
+@attention("einsum of 3 tensors makes the scores", pattern="entmax_attention", at="torch.einsum(")
 def bilinear_scores_in_one_einsum(q, k, v, mask):
     """q W k"""
     w = torch.eye(D) + 0.1
@@ -132,40 +131,40 @@ def bilinear_scores_in_one_einsum(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
-@seen("somebody reads the probabilities", pattern="entmax_attention")
+@attention("probabilities are also returned", pattern="entmax_attention", at="attn =")
 def attentions_returned(q, k, v, mask):
     """output_attentions"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return attn @ v, attn
 
 
-@seen("the sink's share is taken off after the normalisation", pattern="entmax_attention")
+@attention("a part of the result of entmax15", pattern="entmax_attention", at="[..., :-1]")
 def attention_sink(q, k, v, mask):
     """a further score that no key has"""
     scores = torch.cat([q @ k.mT * SCALE, q.new_zeros(B, H, L, 1)], -1)
     return entmax.entmax15(scores, dim=-1)[..., :-1] @ v
 
 
-@seen("dropout is random", modes=TRAIN, pattern="entmax_attention")
+@attention("dropout is active", modes=TRAIN, pattern="entmax_attention", at="F.dropout(")
 def dropout_active(q, k, v, mask):
     """dropout in training"""
     return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.1) @ v
 
 
-@seen("normalised over queries, not over keys", pattern="entmax_attention")
+@attention("another axis", pattern="entmax_attention", at="dim=-2")
 def over_queries(q, k, v, mask):
     """slot attention"""
     return entmax.entmax15(q @ k.mT * SCALE, dim=-2) @ v
 
 
-@seen("the probabilities are scaled again", pattern="entmax_attention")
+@attention("mul changes the probabilities", pattern="entmax_attention", at="* mask[:, None")
 def renormalised_after_mask(q, k, v, mask):
     """mask, then divide by what is left"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * mask[:, None, None]
     return attn / (attn.sum(-1, keepdim=True) + 1e-9) @ v
 
 
-@seen("the heads are mixed before the values", pattern="entmax_attention")
+@attention("einsum changes the probabilities", pattern="entmax_attention", at="torch.einsum(")
 def talking_heads(q, k, v, mask):
     """talking heads"""
     mix = torch.eye(H, dtype=q.dtype) + 0.1
@@ -173,7 +172,7 @@ def talking_heads(q, k, v, mask):
     return torch.einsum("gh,bhij->bgij", mix, attn) @ v
 
 
-@seen("a soft cap is not linear", pattern="entmax_attention")
+@attention("tanh", pattern="entmax_attention", at="torch.tanh(")
 def soft_capped(q, k, v, mask):
     """Gemma 2: tanh between scores and normalisation"""
     return entmax.entmax15(torch.tanh(q @ k.mT * SCALE / 5) * 5, dim=-1) @ v
@@ -189,13 +188,13 @@ def tau_of(z):
     return tau.gather(-1, (tau <= s).sum(-1, keepdim=True) - 1)
 
 
-@seen_rows("tau is computed from other numbers than it is subtracted from")
+@rows("multiplied by 1", at="torch.clamp(x - tau")
 def tau_of_other_scale(x):
     """the half is forgotten in one of two places"""
     return torch.clamp(x - tau_of(x / 2), min=0) ** 2
 
 
-@seen_rows("only the largest entries are sorted, and the support may be larger")
+@rows("row that sums to", at="torch.clamp(x - c.gather(")
 def truncated_support(x):
     """a top-k of 2 without the package's second attempt"""
     s, _ = x.topk(2, dim=-1)
@@ -205,7 +204,7 @@ def truncated_support(x):
     return torch.clamp(x - c.gather(-1, size - 1) / size, min=0)
 
 
-@seen_rows("autograd does not go through the bisection", modes=TRAIN)
+@rows("gradient is not entmax's", modes=TRAIN, at="p / p.sum(")
 def bisection_without_a_backward(x):
     """a loop in training"""
     return halving(x)
@@ -234,20 +233,20 @@ class Halved(Unhalved):
         return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
 
 
-@seen_rows("its backward forgets a factor", modes=TRAIN)
+@rows("gradient is not entmax's", modes=TRAIN, at="Halved.apply(")
 def half_a_gradient(x):
     """entmax15 of twice the scores with the backward of entmax15"""
     return Halved.apply(x)
 
 
-@seen("twice finfo.min is infinite", modes=INFER, pattern="entmax_attention")
+@attention("too large to be multiplied", modes=INFER, pattern="entmax_attention", at="p / (p.sum(")
 def lowest_numbers_doubled(q, k, v, mask):
     """finfo.min filled in, no half before the threshold"""
     scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
     return unhalved_halving(scores) @ v
 
 
-@seen_rows("its backward is the identity", modes=TRAIN)
+@rows("gradient is not entmax's", modes=TRAIN, at="StraightThrough.apply(x)")
 def straight_through(x):
     """a straight-through estimator"""
     return StraightThrough.apply(x)
@@ -279,20 +278,20 @@ def entmoid(x):
     return Entmoid.apply(x)
 
 
-@rows("values are cut, nothing is normalised")
+@rows("multiplied by 1", at="torch.relu(x - x.mean(")
 def soft_threshold(x):
     """relu(x - mean)"""
     return torch.relu(x - x.mean(-1, keepdim=True)) ** 2
 
 
-@seen("the scores are also returned", pattern="entmax_attention")
+@attention("scores are also returned", pattern="entmax_attention", at="scores =")
 def scores_returned(q, k, v, mask):
     """raw scores for a distillation loss"""
     scores = q @ k.mT * SCALE
     return entmax.entmax15(scores, dim=-1) @ v, scores
 
 
-@seen_rows("alpha 1 is softmax, and the package gives NaN", modes=INFER)
+@rows("alpha=1 is softmax", modes=INFER, at="alpha=1.0")
 def alpha_one(x):
     """alpha = 1.0"""
     return entmax.entmax_bisect(x, alpha=1.0)
@@ -304,7 +303,7 @@ def hard_max(x):
     return F.one_hot(x.argmax(-1), x.size(-1)).to(x.dtype)
 
 
-@seen("no gradient reaches queries and keys", modes=TRAIN, pattern="entmax_attention")
+@attention("under no_grad", modes=TRAIN, pattern="entmax_attention", at="attn =")
 def probabilities_without_gradient(q, k, v, mask):
     """the attention pattern is computed under no_grad"""
     with torch.no_grad():
@@ -321,24 +320,25 @@ def top_k_of_entmax(q, k, v, mask):
     return torch.zeros_like(scores).scatter(-1, top.indices, p) @ v
 
 
-@seen_rows("one is added to the power", modes=INFER)
+@rows("power 3", modes=INFER, at="** 3")
 def cubed(x):
     """the threshold of entmax15, cubed"""
     z = x / 2
     return torch.clamp(z - tau_of(z), min=0) ** 3
 
 
-@seen_rows("the maximum less one is no threshold of these rows")
+@rows("multiplied by 1", at="torch.relu(x - (x.amax(")
 def threshold_not_looked_for(x):
     """relu(z - max + 1) ** 2, normalised"""
     p = torch.relu(x - (x.amax(-1, keepdim=True) - 1)).square()
     return p / p.sum(-1, keepdim=True)
 
 
-@seen(
-    "where changes the probabilities before they weigh the values",
+@attention(
+    "where changes the probabilities",
     inputs=lambda: (*qkv(), some_rows_without_keys()),
     modes=INFER,
+    at="torch.where(dropped.mT",
 )
 def another_mask_afterwards(q, k, v, dropped):
     """scores lose the keys of one mask, probabilities those of another"""
@@ -347,10 +347,11 @@ def another_mask_afterwards(q, k, v, dropped):
     return torch.where(dropped.mT[:, None], torch.zeros_like(p), p) @ v
 
 
-@seen(
-    "masked_fill changes the probabilities before they weigh the values",
+@attention(
+    "masked_fill changes the prob",
     inputs=lambda: (*qkv(), some_rows_without_keys()),
     modes=INFER,
+    at=".masked_fill(dropped[:, None], 0.0)",
 )
 def a_weak_mask_and_the_same_afterwards(q, k, v, dropped):
     """a fill that scores may lie below"""
@@ -358,7 +359,7 @@ def a_weak_mask_and_the_same_afterwards(q, k, v, dropped):
     return entmax.entmax15(scores, dim=-1).masked_fill(dropped[:, None], 0.0) @ v
 
 
-@seen("keys that a bias drops are as low as those of the mask, which alone is put on again")
+@attention("a bias makes as low as the mask does", at=".masked_fill(later, 0.0)")
 def padding_added_and_the_triangle_afterwards(q, k, v, mask):
     """left padding, whose first queries have no key but through the triangle's fill"""
     pads = torch.zeros(B, 1, 1, L).masked_fill(~mask.flip(1)[:, None, None], -1e30)
@@ -367,7 +368,11 @@ def padding_added_and_the_triangle_afterwards(q, k, v, mask):
     return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
 
 
-@seen("padding is in what is learnt, too", inputs=lambda: (*qkv(), normal((H, L, L), 7)))
+@attention(
+    "a bias makes as low as the mask does",
+    inputs=lambda: (*qkv(), normal((H, L, L), 7)),
+    at=".masked_fill(later, 0.0)",
+)
 def learned_biases_with_padding_in_them(q, k, v, bias):
     """one sum of a table and of a mask, then the triangle twice"""
     pads = torch.zeros(L).masked_fill(torch.arange(L) < 2, -1e30)
@@ -376,24 +381,25 @@ def learned_biases_with_padding_in_them(q, k, v, bias):
     return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
 
 
-@seen("div changes the probabilities: an epsilon that shows", modes=INFER)
+@attention("div changes the probabilities", modes=INFER, at="+ 1e-3")
 def divided_by_more_than_their_sum(q, k, v, mask):
     """p / (sum + 1e-3)"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return p / (p.sum(-1, keepdim=True) + 1e-3) @ v
 
 
-@seen("the queries of one key sum to something else", modes=INFER)
+@attention("div changes the probabilities", modes=INFER, at="p.sum(-2")
 def divided_by_the_sum_over_queries(q, k, v, mask):
     """weighted mean of slot attention"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return p / (p.sum(-2, keepdim=True) + 1e-8) @ v
 
 
-@seen(
-    "a row without a key is divided by zero",
+@attention(
+    "mul changes the probabilities",
     inputs=lambda: (*qkv(), some_rows_without_keys()),
     modes=INFER,
+    at="~dropped",
 )
 def empty_rows_divided_by_zero(q, k, v, dropped):
     """NaN, where the operator gives zeros"""
@@ -402,7 +408,7 @@ def empty_rows_divided_by_zero(q, k, v, dropped):
     return p / p.sum(-1, keepdim=True) @ v
 
 
-@seen("the first key is dropped afterwards, in place", modes=INFER)
+@attention("probabilities are changed in place", modes=INFER, at="p = ")
 def zeroed_in_place(q, k, v, mask):
     """p[..., 0] = 0"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
@@ -410,7 +416,7 @@ def zeroed_in_place(q, k, v, mask):
     return p @ v
 
 
-@seen("the keys of the scores are gone where the values are read", modes=INFER)
+@attention("changed in place before", modes=INFER, at="q @ k.mT")
 def keys_written_before_the_values(q, k, v, mask):
     """k[:, :, 0] = 0 between the two products"""
     k = k.clone()
@@ -419,13 +425,13 @@ def keys_written_before_the_values(q, k, v, mask):
     return p @ v, k
 
 
-@seen("scores may be below -1000", modes=INFER)
+@attention("clamp between", modes=INFER, at=".clamp(min=-1e3)")
 def floor_that_scores_reach(q, k, v, mask):
     """a floor that is no lowest number"""
     return entmax.entmax15((q @ k.mT * SCALE).clamp(min=-1e3), dim=-1) @ v
 
 
-@seen("half a gradient", modes=TRAIN)
+@attention("maximum halves", modes=TRAIN, at="torch.max(")
 def maximum_of_a_row_that_ties(q, k, v, mask):
     """torch.max(scores + padding, finfo.min), finfo.min being what is added"""
     low = torch.finfo(q.dtype).min
@@ -433,7 +439,7 @@ def maximum_of_a_row_that_ties(q, k, v, mask):
     return entmax.entmax15(torch.max(scores, torch.tensor(low)), dim=-1) @ v
 
 
-@seen("the bias has no floor", modes=TRAIN)
+@attention("floor are masked or biased", modes=TRAIN, at="torch.arange(")
 def floored_mask_then_distances(q, k, v, mask):
     """a floor, then a bias"""
     scores = q @ k.mT * SCALE + torch.where(mask, 0.0, -torch.inf)[:, None, None]
@@ -441,7 +447,7 @@ def floored_mask_then_distances(q, k, v, mask):
     return entmax.entmax15(scores - torch.arange(L, dtype=q.dtype), dim=-1) @ v
 
 
-@seen("finfo.min and -inf are both lifted to finfo.min", modes=INFER)
+@attention("several terms", modes=INFER, at=".clamp(min=low)")
 def floor_of_two_masks(q, k, v, mask):
     """one filled in, one added: twice finfo.min is -inf"""
     low = torch.finfo(q.dtype).min
@@ -450,45 +456,51 @@ def floor_of_two_masks(q, k, v, mask):
     return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
 
 
-@seen(
-    "one query becomes seven",
+@attention(
+    "masked_fill spreads the scores",
     modes=INFER,
     inputs=lambda: (qkv()[0][:, :, :1].detach(), *qkv()[1:], some_rows_without_keys()[:1]),
+    at=".masked_fill(",
 )
 def rows_spread_by_a_mask(q, k, v, dropped):
     """scores [B, H, 1, L], a mask [1, 1, L, L]"""
     return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
 
 
-@seen("one sequence becomes two", modes=INFER, inputs=lambda: tuple(t[:1].detach() for t in qkv()))
+@attention(
+    "masked_fill spreads the scores",
+    modes=INFER,
+    inputs=lambda: tuple(t[:1].detach() for t in qkv()),
+    at=".masked_fill(",
+)
 def sequences_spread_by_a_mask(q, k, v):
     """the mask has a batch, queries and keys have none"""
     keep = (torch.arange(k.size(2)) < torch.tensor([[7], [4]]))[:, None, None]
     return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, -1e9), dim=-1) @ v
 
 
-@seen("values and output projection in one einsum", modes=INFER)
+@attention("einsum of 3 tensors", modes=INFER, at="torch.einsum(")
 def three_in_one_einsum(q, k, v, mask):
     """bhqk,bhkd,hde->bqe"""
     out = torch.linspace(-1, 1, H * D * 3).view(H, D, 3)
     return torch.einsum("bhqk,bhkd,hde->bqe", entmax.entmax15(q @ k.mT * SCALE, -1), v, out)
 
 
-@seen("keys are weighted behind the normalisation")
+@attention("mul changes the probabilities", at="torch.linspace(0.1, 1.0, L)")
 def keys_gated(q, k, v, mask):
     """one number a key"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return (p * torch.linspace(0.1, 1.0, L)) @ v
 
 
-@seen("a quotient by the sums takes the heads' weights out again", modes=INFER)
+@attention("changes the probabilities", modes=INFER, at="H, 1, 1)")
 def weighted_and_normalised_again(q, k, v, mask):
     """p * head_mask / sum"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * torch.linspace(0.5, 1.0, H).view(1, H, 1, 1)
     return (p / p.sum(-1, keepdim=True)) @ v
 
 
-@rows("somebody else sees the maximum taken off", modes=INFER)
+@rows("mul is written in place and lives on", modes=INFER, at="z -=")
 def scores_read_through_a_view_afterwards(x):
     """in place on what is returned, too"""
     z = x * 1.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from corpus.case import Group
 
 B, H, L, D = 2, 4, 7, 8
 E = H * D
+SCALE = 1 / math.sqrt(D)
 GROUP = Group("entmax", pattern="entmax_attention")
 program, function = GROUP.program, GROUP.function
 

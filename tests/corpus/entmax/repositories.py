@@ -16,6 +16,7 @@ import sparse_inductor
 from corpus.entmax.masks import some_rows_without_keys
 from corpus.entmax.registry import (
     INFER,
+    SCALE,
     TRAIN,
     B,
     D,
@@ -32,7 +33,6 @@ from corpus.entmax.registry import (
 )
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 
 @rows()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.entmax.registry import TRAIN, D, attention, keep, normal, program, rows
+from corpus.entmax.registry import SCALE, TRAIN, attention, keep, normal, program, rows
 
 entmax = pytest.importorskip("entmax")
-SCALE = 1 / math.sqrt(D)
 
 
 @rows()

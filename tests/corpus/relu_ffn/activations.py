@@ -110,7 +110,7 @@ def half_the_absolute_value_first(x, m):
     return m.down(0.5 * (torch.abs(u) + u))
 
 
-@block("no_rewrite", "of another projection", modes=INFER)
+@block("no_rewrite", "abs is not monotone", modes=INFER, at="m.up(x).abs()")
 def absolute_value_of_the_other(x, m):
     return m.down(F.relu(m.gate(x) + m.up(x).abs()))
 
@@ -326,14 +326,14 @@ def statistic_before_the_scale(x, m):
     return m.down(h * m.scale), h.abs().mean()
 
 
-@scaled("no_rewrite", "the operator's statistics are of what has no scale", TRAIN)
+@scaled("no_rewrite", "also read by abs", TRAIN, at="h.abs()")
 def statistic_after_the_scale(x, m):
     """The L1 term reads scaled activations."""
     h = F.relu(m.up(x)) * m.scale
     return m.down(h), h.abs().mean()
 
 
-@scaled("no_rewrite", "a shift makes every neuron active")
+@scaled("no_rewrite", "more than a factor or mask of every neuron", at="+ m.scale")
 def neuron_shift(x, m):
     """A learned shift after the rectifier."""
     return m.down(F.relu(m.up(x)) + m.scale)
@@ -414,7 +414,7 @@ def odd_function_of_the_gate_times_its_mask(x, m):
     return m.down(torch.tanh(g) * m.up(x) * (g > 0.1).to(x.dtype))
 
 
-@block("no_rewrite", "two functions of one projection")
+@block("no_rewrite", "two functions of one projection", at="m.gate(x)")
 def exponential_times_its_mask(x, m):
     """exp(0) is not 0"""
     g = m.gate(x)
@@ -437,7 +437,7 @@ def mask_of_a_detached_gate(x, m):
     return m.down(torch.where(g.detach() > 0, g, 0.0) * m.up(x))
 
 
-@block("no_rewrite", "also read by mean")
+@block("no_rewrite", "also read by mean", at="d.mean()")
 def detached_gate_read_beside_its_mask(x, m):
     """a statistic of what the mask is made of"""
     g = m.gate(x)

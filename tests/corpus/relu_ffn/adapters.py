@@ -44,14 +44,12 @@ class Adapted(nn.Module):
         return self._layer("down", x)
 
 
-def adapted(*how, frozen=True, bias=False, fields=None, **given):
+def adapted(
+    *how, frozen=True, bias=False, dropout=0.0, scaling=2.0, adapts="gate up down", **fields
+):
     """Register `forward(x, m)` of an `Adapted`."""
-
-    return function(
-        lambda forward: (Adapted(forward, frozen, bias, **given), (tokens(),)),
-        *how,
-        **(fields or {}),
-    )
+    given = frozen, bias, dropout, scaling, adapts
+    return function(lambda forward: (Adapted(forward, *given), (tokens(),)), *how, **fields)
 
 
 @adapted(bias=True)
@@ -80,17 +78,17 @@ def lora_of_the_down_projection(x, m):
     return x + m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@adapted(fields={"autocast": torch.bfloat16})
+@adapted(autocast=torch.bfloat16)
 def lora_under_autocast(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@adapted("maybe", "dynamic=True makes a symbol of the scaling, too", fields={"dynamic": True})
+@adapted("maybe", "dynamic=True makes a symbol of the scaling, too", dynamic=True)
 def lora_of_any_number_of_tokens(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@adapted(adapts="gate up", dropout=0.3, fields={"modes": INFER})
+@adapted(adapts="gate up", dropout=0.3, modes=INFER)
 def lora_with_dropout_in_eval(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
@@ -107,7 +105,7 @@ def lora_of_flattened_tokens(x, m):
     return m.down((F.relu(m.gate(t)) * m.up(t)).view(*x.shape[:2], N))
 
 
-@adapted("no_rewrite", "the dropout of its input is active", TRAIN, adapts="down", dropout=0.3)
+@adapted("no_rewrite", "also read by dropout", TRAIN, adapts="down", dropout=0.3, at="self.drop(x)")
 def lora_of_dropped_activations(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
@@ -127,8 +125,8 @@ class _Two(nn.Module):
         return self._forward(x, self, self.block)
 
 
-def two(*how, frozen=False):
-    return function(lambda forward: (_Two(forward, frozen), (tokens(),)), *how)
+def two(*how, frozen=False, **fields):
+    return function(lambda forward: (_Two(forward, frozen), (tokens(),)), *how, **fields)
 
 
 @two()
@@ -165,23 +163,23 @@ def learned_scale_of_an_adapted_hidden(x, m, block):
     return block.down(h) + m.e(m.d(h))
 
 
-@two("no_rewrite", "what is added is no linear map")
+@two("no_rewrite", "add combines two tensors", at="torch.tanh(")
 def adapter_with_an_activation(x, m, block):
     return block.down(F.relu(block.gate(x) + torch.tanh(m.b(m.a(x)))) * block.up(x))
 
 
-@two("no_rewrite", "both projections are sums, of no common input")
+@two("no_rewrite", "read different inputs", at="m.c(x.flip(1))")
 def sums_of_different_inputs(x, m, block):
     return block.down(F.relu(block.gate(x) + m.b(m.a(x))) * (block.up(x + 1) + m.c(x.flip(1))))
 
 
-@two("no_rewrite", "somebody else projects the activations")
+@two("no_rewrite", "also read by linear", at="m.d(h)")
 def second_projection(x, m, block):
     h = F.relu(block.gate(x)) * block.up(x)
     return block.down(h), m.d(h)
 
 
-@two("no_rewrite", "what the adapter computes is also returned")
+@two("no_rewrite", "also read by linear", at="m.d(h)")
 def adapter_that_is_watched(x, m, block):
     h = F.relu(block.gate(x)) * block.up(x)
     t = m.d(h)

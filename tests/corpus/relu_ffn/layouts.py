@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.relu_ffn.registry import B, K, N, S, block, program, tokens, weight
+from corpus.relu_ffn.registry import B, K, N, S, block, formula, program, tokens, weight
 
 
 class Fused(nn.Module):
@@ -60,34 +60,23 @@ fused(
 fused("fused_narrow", "narrow", lambda z: (z.narrow(-1, 0, N), z.narrow(-1, N, N)))
 
 
-@program()
-def bare_matmul():
+@formula()
+def bare_matmul(x, g, u, d):
     """x @ W, weights stored [K, N] as JAX ports do."""
-    return (
-        lambda x, g, u, d: (torch.relu(x @ g) * (x @ u)) @ d,
-        (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36)),
-    )
+    return (torch.relu(x @ g) * (x @ u)) @ d
 
 
-@program()
-def einsum_blocks():
+@formula()
+def einsum_blocks(x, g, u, d):
     """einsum, T5X style."""
-
-    def ffn(x, g, u, d):
-        h = torch.relu(torch.einsum("bsk,kn->bsn", x, g)) * torch.einsum("bsk,kn->bsn", x, u)
-        return torch.einsum("bsn,nk->bsk", h, d)
-
-    return ffn, (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36))
+    h = torch.relu(torch.einsum("bsk,kn->bsn", x, g)) * torch.einsum("bsk,kn->bsn", x, u)
+    return torch.einsum("bsn,nk->bsk", h, d)
 
 
-@program()
-def transposed_functional():
+@formula()
+def transposed_functional(x, w, b, d):
     """F.linear with transposed parameters and a bias added by hand."""
-
-    def ffn(x, w, b, d):
-        return F.linear(F.relu(F.linear(x, w.t()) + b), d.T)
-
-    return ffn, (tokens(), weight(K, N), weight(N, seed=35), weight(N, K, seed=36))
+    return F.linear(F.relu(F.linear(x, w.t()) + b), d.T)
 
 
 @program()
@@ -108,50 +97,38 @@ def conv1d_of_gpt2():
     return nn.Sequential(Conv1D(N, K, 41), nn.ReLU(), Conv1D(K, N, 43)), (tokens(),)
 
 
-@program()
-def addmm_of_a_residual():
+@formula()
+def addmm_of_a_residual(x, b, w, d):
     """The residual is what addmm adds."""
-
-    def ffn(x, b, w, d):
-        x = x.flatten(0, 1)
-        return torch.addmm(x, torch.relu(torch.addmm(b, x, w)), d)
-
-    return ffn, (tokens(), weight(N, seed=35), weight(K, N), weight(N, K, seed=36))
+    x = x.flatten(0, 1)
+    return torch.addmm(x, torch.relu(torch.addmm(b, x, w)), d)
 
 
-@program()
-def addmm_with_numbers():
+@formula()
+def addmm_with_numbers(x, b, w, c, d):
     """alpha and beta, and a bias that was expanded."""
-
-    def ffn(x, b, w, c, d):
-        x = x.flatten(0, 1)
-        h = torch.relu(torch.addmm(b.expand(B * S, N), x, w, beta=2.0, alpha=0.5))
-        return torch.addmm(c[None], h, d, beta=0.5, alpha=-4.0)
-
-    biases = weight(N, seed=35), weight(K, seed=37)
-    return ffn, (tokens(), biases[0], weight(K, N), biases[1], weight(N, K, seed=36))
+    x = x.flatten(0, 1)
+    h = torch.relu(torch.addmm(b.expand(B * S, N), x, w, beta=2.0, alpha=0.5))
+    return torch.addmm(c[None], h, d, beta=0.5, alpha=-4.0)
 
 
-@program()
-def baddbmm_of_shared_weights():
+@formula()
+def baddbmm_of_shared_weights(x, b, w, d):
     """baddbmm, one weight for the batch; the result is added to its input."""
-
-    def ffn(x, b, w, d):
-        h = torch.baddbmm(b, x, w.expand(B, K, N)).relu()
-        return torch.baddbmm(x, h, d.expand(B, N, K), beta=0.5)
-
-    return ffn, (tokens(), weight(N, seed=35), weight(K, N), weight(N, K, seed=36))
+    h = torch.baddbmm(b, x, w.expand(B, K, N)).relu()
+    return torch.baddbmm(x, h, d.expand(B, N, K), beta=0.5)
 
 
-@program("no_rewrite", "the two share a tensor")
-def addmm_of_its_own_activations():
+@formula(
+    "no_rewrite",
+    "out of the block itself",
+    inputs={"d": lambda: weight(N, N, seed=36)},
+    at="torch.addmm(h, torch.relu(h), d)",
+)
+def addmm_of_its_own_activations(x, w, d):
     """h + relu(h) D"""
-
-    def ffn(x, w, d):
-        h = x.flatten(0, 1) @ w
-        return torch.addmm(h, torch.relu(h), d)
-
-    return ffn, (tokens(), weight(K, N), weight(N, N, seed=36))
+    h = x.flatten(0, 1) @ w
+    return torch.addmm(h, torch.relu(h), d)
 
 
 @program()
@@ -161,22 +138,6 @@ def sequential():
     return nn.Sequential(
         nn.Linear(K, N), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(N, K)
     ), (tokens(),)
-
-
-@program()
-def convolutions_of_width_one():
-    """Position-wise feed-forward as two 1x1 convolutions over [B, K, S]."""
-
-    class Convolutions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(38)
-            self.w_1, self.w_2 = nn.Conv1d(K, N, 1), nn.Conv1d(N, K, 1)
-
-        def forward(self, x):
-            return self.w_2(F.relu(self.w_1(x.transpose(1, 2)))).transpose(1, 2)
-
-    return Convolutions(), (tokens(),)
 
 
 @program()
@@ -232,6 +193,13 @@ class Convolutions(nn.Module):
 
 
 @program()
+def convolutions_of_width_one():
+    """Position-wise feed-forward as two 1x1 convolutions over [B, K, S]."""
+    block = Convolutions(1)
+    return lambda x: block(x.transpose(1, 2)).transpose(1, 2), (tokens(),)
+
+
+@program()
 def conv2d():
     """A pointwise feed-forward block of a vision model."""
     return Convolutions(2), (tokens(shape=(B, K, 3, S)),)
@@ -261,36 +229,30 @@ def one_token(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@program()
-def one_token_matmul():
+VECTOR = {
+    "x": lambda: tokens(shape=(K,)),
+    "k": lambda: weight(N, K),
+    "v": lambda: weight(K, N, seed=35),
+    "r": lambda: weight(K, K, seed=36),
+}
+
+
+@formula(inputs=VECTOR)
+def one_token_matmul(x, w, d):
     """A vector times matrices."""
-    return (
-        lambda x, u, d: torch.relu(x @ u) @ d,
-        (tokens(shape=(K,)), weight(K, N), weight(N, K, seed=36)),
-    )
+    return torch.relu(x @ w) @ d
 
 
-def vector(name, doc, forward, **fields):
-    """Register `forward(x, k, v, r)` of matrices that stand on the left of a vector x [K]."""
-
-    def build():
-        matrices = (weight(N, K), weight(K, N, seed=35), weight(K, K, seed=36))
-        return forward, (tokens(shape=(K,)), *matrices)
-
-    build.__name__, build.__doc__ = name, doc
-    program(**fields)(build)
+@formula(inputs=VECTOR)
+def one_token_of_rwkv(x, k, v, r):
+    """channel mixing as a recurrence"""
+    return torch.sigmoid(r @ x) * (v @ torch.square(torch.relu(k @ x)))
 
 
-vector(
-    "one_token_of_rwkv",
-    "channel mixing as a recurrence",
-    lambda x, k, v, r: torch.sigmoid(r @ x) * (v @ torch.square(torch.relu(k @ x))),
-)
-vector(
-    "one_token_mv",
-    "torch.mv, and a bias",
-    lambda x, k, v, r: torch.mv(v, torch.relu(k.mv(x) + v[0])) + x,
-)
+@formula(inputs=VECTOR)
+def one_token_mv(x, k, v):
+    """torch.mv, and a bias"""
+    return torch.mv(v, torch.relu(k.mv(x) + v[0])) + x
 
 
 class Viewed(nn.Module):
@@ -310,21 +272,27 @@ def convolutions_flattened_of_any_size():
     return nn.Sequential(Convolutions(2), Viewed()), (tokens(shape=(B, K, 3, S)),)
 
 
-def column(name, doc, forward, **fields):
-    """Register `forward(x, g, u, d)` of matrices that stand on the left, x [K, B]."""
-
-    def build():
-        matrices = (weight(N, K), weight(N, K, seed=35), weight(K, N, seed=36))
-        return forward, (tokens(shape=(K, B)), *matrices)
-
-    build.__name__, build.__doc__ = name, doc
-    program(**fields)(build)
+COLUMNS = {
+    "x": lambda: tokens(shape=(K, B)),
+    "g": lambda: weight(N, K),
+    "u": lambda: weight(N, K, seed=35),
+    "d": lambda: weight(K, N, seed=36),
+}
 
 
-column("columns", "W2 relu(W1 x), every token a column", lambda x, g, u, d: d @ torch.relu(g @ x))
-column("columns_gated", "the same", lambda x, g, u, d: (d @ (F.relu(g @ x) * (u @ x))).view(-1))
-column(
-    "columns_with_bias",
-    "a bias [N, 1]",
-    lambda x, g, u, d: d @ torch.relu(torch.matmul(g, x) + u[:, :1]),
-)
+@formula(inputs=COLUMNS)
+def columns(x, g, d):
+    """W2 relu(W1 x), every token a column"""
+    return d @ torch.relu(g @ x)
+
+
+@formula(inputs=COLUMNS)
+def columns_gated(x, g, u, d):
+    """the same"""
+    return (d @ (F.relu(g @ x) * (u @ x))).view(-1)
+
+
+@formula(inputs=COLUMNS)
+def columns_with_bias(x, g, u, d):
+    """a bias [N, 1]"""
+    return d @ torch.relu(torch.matmul(g, x) + u[:, :1])

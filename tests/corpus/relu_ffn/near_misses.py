@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from corpus.case import BOTH
-from corpus.relu_ffn.registry import TRAIN, B, K, N, S, block, program, tokens, weight
+from corpus.relu_ffn.registry import TRAIN, B, K, N, S, block, formula, program, tokens, weight
 
 miss = functools.partial(block, "no_rewrite")
-seen = functools.partial(block, "no_rewrite")
 
 
 @miss("gelu has no zeros")
@@ -26,25 +25,28 @@ def silu_gate(x, m):
     return m.down(F.silu(m.gate(x)) * m.up(x))
 
 
-@seen("leaky_relu is nowhere zero")
+@miss("leaky_relu(0.1)", at="F.leaky_relu(")
 def leaky(x, m):
     """leaky_relu"""
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
-@seen("0 times what a mask drops may be NaN")
+@miss(
+    "a comparison (gt) of another value says what is kept: one of a projection is followed where it multiplies",
+    at="masked_fill(~",
+)
 def filled_by_another_projection(x, m):
     """a predictor of which neurons are active"""
     return m.down(F.relu(m.up(x)).masked_fill(~(m.gate(x) > 0), 0.0))
 
 
-@seen("0 times what a mask drops may be NaN")
+@miss("followed where it multiplies", at="torch.where(")
 def selected_by_another_projection(x, m):
     """the same by where()"""
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
-@seen("a product of tokens with the weights of two axes is no matrix's")
+@miss("over several axes at once", at="bsn,nld->bsld")
 def crosscoder(x, m):
     """one dictionary for the activations of several layers"""
     layers = x.unflatten(-1, (2, -1))
@@ -55,45 +57,45 @@ def crosscoder(x, m):
     return torch.einsum("bsn,nld->bsld", f, decoder)
 
 
-@seen("the activations are returned")
+@miss("activations are also returned", at="h =")
 def hidden_returned(x, m):
     """A model that returns its features."""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h), h
 
 
-@seen("a norm between the activation and the down projection")
+@miss("layer_norm", at="F.layer_norm(")
 def norm_between(x, m):
     """Sub-LN"""
     h = F.relu(m.up(x))
     return m.down(F.layer_norm(h, (N,)))
 
 
-@seen("dropout is on", modes=TRAIN)
+@miss("dropout is active", modes=TRAIN, at="m.drop(")
 def active_dropout(x, m):
     """Dropout in training draws a mask over every activation."""
     return m.down(m.drop(F.relu(m.up(x))))
 
 
-@seen("the sum of the factors is not sparse")
+@miss("add combines two tensors", at="+ m.up(x)")
 def sum_of_branches(x, m):
     """relu(g) + u"""
     return m.down(F.relu(m.gate(x)) + m.up(x))
 
 
-@seen("zero inputs become ones")
+@miss("relu | add(1.0)", at="+ 1.0")
 def shifted_up(x, m):
     """relu(u) + 1"""
     return m.down(F.relu(m.up(x)) + 1.0)
 
 
-@seen("the activations mix over the tokens")
+@miss("cumsum", at=".cumsum(1)")
 def mixed_tokens(x, m):
     """A cumulative sum over the sequence between the projections."""
     return m.down(F.relu(m.up(x)).cumsum(1))
 
 
-@seen("two different inputs")
+@miss("read different inputs", at="m.norm(x)")
 def two_inputs(x, m):
     """The up projection reads something else than the gate."""
     return m.down(F.relu(m.gate(x)) * m.up(m.norm(x)))
@@ -105,25 +107,25 @@ def relu_outside(x, m):
     return F.relu(m.down(m.up(x)))
 
 
-@seen("the clamp leaves negative values")
+@miss("clamp_min(-1.0)", at=".clamp(min=-1.0)")
 def clamp_below_zero(x, m):
     """clamp(min=-1)"""
     return m.down(m.gate(x).clamp(min=-1.0) * m.up(x))
 
 
-@seen("exp(relu(x)) is 1 where the rectifier is 0")
+@miss("relu | exp", at="torch.exp(")
 def exp_of_relu(x, m):
     """exp after relu"""
     return m.down(torch.exp(F.relu(m.up(x))))
 
 
-@seen("the gradient is cut", modes=TRAIN)
+@miss("detach()", modes=TRAIN, at=".detach()")
 def detached(x, m):
     """The hidden activations are detached."""
     return m.down(F.relu(m.up(x)).detach())
 
 
-@seen("what comes after the rectifier learns nothing", modes=TRAIN)
+@miss("grad mode changes", modes=TRAIN, at="y = m.down(h)")
 def down_without_gradients(x, m):
     """with torch.no_grad() around the down projection alone"""
     h = F.relu(m.up(x))
@@ -132,61 +134,56 @@ def down_without_gradients(x, m):
     return y + x
 
 
-@program("no_rewrite", "the down weight is an activation: attention with relu, not a block")
-def relu_attention():
+@formula(
+    "no_rewrite",
+    "rectified scores",
+    inputs={"q": tokens, "k": tokens, "v": tokens},
+    at="torch.relu(q @ k",
+)
+def relu_attention(q, k, v):
     """Primer's cousin: relu(q k^T) v."""
-
-    def attention(q, k, v):
-        return torch.relu(q @ k.transpose(-1, -2)) @ v
-
-    return attention, (tokens(), tokens(), tokens())
+    return torch.relu(q @ k.transpose(-1, -2)) @ v
 
 
-@program("no_rewrite", "a down projection for every expert")
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(weight(3, K, N).detach())
+        self.down = torch.nn.Parameter(weight(3, N, K, seed=37).detach())
+
+    def forward(self, x):
+        return torch.bmm(torch.relu(torch.bmm(x, self.up)).square(), self.down)
+
+
+@program("no_rewrite", "every expert", at="torch.bmm(torch.relu(")
 def stacked_experts():
     """All experts of a mixture at once, as Llama 4 and GPT-OSS keep their weights."""
-
-    class Experts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = torch.nn.Parameter(weight(3, K, N).detach())
-            self.down = torch.nn.Parameter(weight(3, N, K, seed=37).detach())
-
-        def forward(self, x):
-            return torch.bmm(torch.relu(torch.bmm(x, self.up)).square(), self.down)
-
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
-@program("no_rewrite", "the two linears are written to one another's input", modes=(False,))
-def input_written():
+@formula("no_rewrite", "read different inputs", modes=(False,), at="(x @ u)")
+def input_written(x, g, u, d):
     """x changes between the gate and the up projection."""
-
-    def ffn(x, g, u, d):
-        a = torch.relu(x @ g)
-        x.mul_(2.0)
-        return (a * (x @ u)) @ d
-
-    def fresh(x, *rest):
-        return ffn(x.clone(), *rest)
-
-    return fresh, (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36))
+    x = x.clone()
+    a = torch.relu(x @ g)
+    x.mul_(2.0)
+    return (a * (x @ u)) @ d
 
 
-@seen("a statistic of every neuron needs the activations")
+@miss("every neuron over the tokens", at="h.mean((0, 1))")
 def per_neuron(x, m):
     """h.mean over the tokens."""
     h = F.relu(m.up(x))
     return m.down(h), h.mean((0, 1))
 
 
-@seen("softmax over the neurons")
+@miss("softmax", at=".softmax(-1)")
 def softmax_of_relu(x, m):
     """softmax after relu"""
     return m.down(F.relu(m.up(x)).softmax(-1))
 
 
-@seen("each projection has a draw of its own", modes=TRAIN)
+@miss("read different inputs", modes=TRAIN, at="m.drop(x)")
 def dropout_of_each_input(x, m):
     """nn.Dropout called for the gate and again for the up projection"""
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
@@ -198,35 +195,30 @@ def dropout_of_each_input_in_eval(x, m):
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
 
 
-@program("no_rewrite", "one sequence becomes two between the projections")
-def sequences_spread_by_a_mask():
+ONE_SEQUENCE = {"x": lambda: tokens(shape=(1, S, K))}
+
+
+@formula("no_rewrite", "masked_fill spreads", inputs=ONE_SEQUENCE, at=".masked_fill(")
+def sequences_spread_by_a_mask(x, w, d):
     """tokens [1, S, K], a mask [B, S, 1]"""
-
-    def ffn(x, keep, u, d):
-        return torch.relu(x @ u).masked_fill(~keep, 0.0) @ d
-
     keep = (torch.arange(S) < torch.tensor([[S], [3]]))[..., None]
-    return ffn, (tokens(shape=(1, S, K)), keep, weight(K, N), weight(N, K, seed=36))
+    return torch.relu(x @ w).masked_fill(~keep, 0.0) @ d
 
 
-@program("no_rewrite", "zeros of another shape than what they bound")
-def sequences_spread_by_zeros():
+@formula("no_rewrite", "maximum spreads", inputs=ONE_SEQUENCE, at="torch.maximum(")
+def sequences_spread_by_zeros(x, w, d):
     """torch.maximum(h, zeros(B, S, N)) of one sequence"""
-
-    def ffn(x, u, d):
-        return torch.maximum(x @ u, torch.zeros(B, S, N)) @ d
-
-    return ffn, (tokens(shape=(1, S, K)), weight(K, N), weight(N, K, seed=36))
+    return torch.maximum(x @ w, torch.zeros(B, S, N)) @ d
 
 
-@seen("one half of the tokens gates the other")
+@miss("read different inputs", at="m.up(x)")
 def halves_of_the_tokens(x, m):
     """chunk(2, 0), where gate and up would be chunk(2, -1)"""
     gate, up = m.up(x).view(B, S, N)[:, :4].reshape(-1, N).chunk(2, dim=0)
     return m.down(F.relu(gate) * up)
 
 
-@seen("shifted tokens gate")
+@miss("read different inputs", at="m.up(x)")
 def tokens_shifted(x, m):
     """token shift after the projections"""
     return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, :-1])
@@ -238,34 +230,34 @@ def the_same_part_of_the_tokens(x, m):
     return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, 1:])
 
 
-@seen("the statistic is of tokens that the block leaves out")
+@miss("also read by mean", at="h.mean()")
 def statistic_of_more_tokens(x, m):
     """h.mean() beside down(h[:, 1:])"""
     h = F.relu(m.up(x))
     return m.down(h[:, 1:]), h.mean()
 
 
-@seen("the statistic is of neurons that the block leaves out")
+@miss("also read by ne", at="h != 0")
 def statistic_of_more_neurons(x, m):
     """(h != 0).sum(-1) beside a pruned down projection"""
     h = F.relu(m.up(x))
     return F.linear(h[..., :20], m.down.weight[:, :20]), (h != 0).sum(-1)
 
 
-@seen("the statistic is in another order")
+@miss("also read by mean", at="h.mean(-1)")
 def statistic_of_each_token_in_another_order(x, m):
     """h.mean(-1) is [B, S], the block sees [S, B]"""
     h = F.relu(m.up(x))
     return m.down(h.transpose(0, 1)), h.mean(-1)
 
 
-@block("no_rewrite", "an einsum of 3 tensors")
+@block("no_rewrite", "an einsum of 3 tensors", at="torch.einsum(")
 def product_in_the_einsum_of_the_projection(x, m):
     """bsn,bsn,dn->bsd"""
     return torch.einsum("bsn,bsn,dn->bsd", F.relu(m.gate(x)), m.up(x), m.down.weight)
 
 
-@block("no_rewrite", "an assignment after the product")
+@block("no_rewrite", "an assignment after", at="h[g < 0] = 1.0")
 def product_assigned_one(x, m):
     """what is assigned is not 0"""
     g = m.gate(x)
@@ -274,7 +266,7 @@ def product_assigned_one(x, m):
     return m.down(h)
 
 
-@block("no_rewrite", "also read by sum")
+@block("no_rewrite", "also read by sum", at="before = h.sum()")
 def product_read_before_it_is_assigned(x, m):
     """what is read is not what the projection takes"""
     g = m.gate(x)
@@ -284,7 +276,7 @@ def product_read_before_it_is_assigned(x, m):
     return m.down(h), before
 
 
-@miss("one neuron of one sequence has to be found again", modes=(False,))
+@miss("single elements", modes=(False,), at="h[0, :, 3] = 0.0")
 def one_neuron_of_one_sequence_ablated(x, m):
     """activation patching"""
     h = F.relu(m.up(x))
@@ -292,7 +284,7 @@ def one_neuron_of_one_sequence_ablated(x, m):
     return m.down(h)
 
 
-@program("no_rewrite", "what is read overlaps what is written", modes=(False,))
+@program("no_rewrite", "getitem is changed in place", modes=(False,), at="gate, up = h[")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with what was scaled in place"""
     wide, down = weight(2 * N, K), weight(K, N, seed=34)
@@ -306,7 +298,7 @@ def overlapping_parts_in_place():
     return f, (tokens(),)
 
 
-@miss("a gate with a threshold of every neuron is two factors", modes=(False,))
+@miss("a factor of its own", modes=(False,), at="h > torch.linspace(0, 0.2, N)")
 def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""
     h = F.relu(m.gate(x))

@@ -60,3 +60,15 @@ def tokens(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (B, S, K
 def weight(*shape: int, seed: int = 33) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) / 3).requires_grad_()
+
+
+formula = GROUP.formulas(
+    x=tokens,
+    g=lambda: weight(K, N),
+    w=lambda: weight(K, N),
+    u=lambda: weight(K, N, seed=35),
+    d=lambda: weight(N, K, seed=36),
+    b=lambda: weight(N, seed=35),
+    c=lambda: weight(K, seed=37),
+)
+"""Register a function of tokens x, weights g, u (or w) [K, N] and d [N, K], biases b [N] and c [K]."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from corpus.case import BOTH, Expectation
 from corpus.relu_ffn.registry import B, K, N, S, function, tokens, weight
 
 
-def stacked(
-    *sizes: int, expect: Expectation = "rewrite", why: str = "", modes=BOTH
-) -> Callable[[Callable], Callable]:
+def stacked(*sizes: int, **fields: Any) -> Callable[[Callable], Callable]:
     """Register `forward(x, w, down)` with a stack of weights of these sizes."""
 
     def make(forward: Callable) -> tuple:
         w = weight(sizes[0] * sizes[1], sizes[2]).detach().view(sizes).requires_grad_()
         return forward, (tokens(), w, weight(N, K, seed=36))
 
-    return function(make, expect, why, modes, prefix="stacked_")
+    return function(make, prefix="stacked_", **fields)
 
 
 @stacked(2, K, N)
@@ -59,21 +57,23 @@ def broadcast_matmul(x, w, down):
     return (F.relu(h[0]) * h[1]) @ down
 
 
-@stacked(3, K, N, expect="no_rewrite", why="the third product needs the einsum")
+@stacked(3, K, N, expect="no_rewrite", why="also read by sum", at="h[2].sum()")
 def third_is_read(x, w, down):
     """what else is computed together is read"""
     h = torch.einsum("bsk,ekn->ebsn", x, w)
     return (F.relu(h[0]) * h[1]) @ down, h[2].sum()
 
 
-@stacked(2, K, N, expect="no_rewrite", why="each projection has tokens of its own")
+@stacked(2, K, N, expect="no_rewrite", why="read different inputs", at="h[1]")
 def tokens_of_their_own(x, w, down):
     """bmm of two inputs"""
     h = torch.bmm(torch.stack([x, x.flip(1)]).view(2, B * S, K), w)
     return ((F.relu(h[0]) * h[1]) @ down).view(B, S, K)
 
 
-@stacked(2, K, N, expect="no_rewrite", why="the product saw other tokens", modes=(False,))
+@stacked(
+    2, K, N, expect="no_rewrite", why="changed in place before", modes=(False,), at="torch.einsum("
+)
 def tokens_written_in_between(x, w, down):
     """x *= 2 after the product, before its parts are taken"""
     x = x.clone()

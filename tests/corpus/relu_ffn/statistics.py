@@ -50,13 +50,13 @@ def distance_from_zeros(x, m):
     return m.down(h), torch.nn.L1Loss(reduction="sum")(torch.zeros_like(h), h)
 
 
-@block("no_rewrite", "every element is wanted")
+@block("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
 def distances_from_zeros(x, m):
     h = F.relu(m.up(x))
     return m.down(h), F.l1_loss(h, torch.zeros_like(h), reduction="none")
 
 
-@block("no_rewrite", "a distance from something else")
+@block("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
 def distance_from_ones(x, m):
     h = F.relu(m.up(x))
     return m.down(h), F.l1_loss(h, torch.ones_like(h))
@@ -133,7 +133,7 @@ def weighed_sum_before_the_projection(x, m):
     return m.down(h), score
 
 
-@block("no_rewrite", "the absolute value of weights that may be negative", modes=INFER, bias=True)
+@block("no_rewrite", "also read by mul", modes=INFER, bias=True, at="(h * m.up.bias).abs()")
 def weighed_by_what_may_be_negative(x, m):
     """an L1 term of weighed activations"""
     h = F.relu(m.up(x))

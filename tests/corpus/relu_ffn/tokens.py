@@ -108,51 +108,51 @@ def pruned_neurons_of_a_product(x, p, m):
     return m.down(h * m.scale)
 
 
-@weighed("no_rewrite", "pruned neurons are 1")
+@weighed("no_rewrite", "more than a factor or mask", at=".masked_fill(")
 def pruned_neurons_filled_with_ones(x, p, m):
     """a mask of neurons, filled with ones"""
     return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 1.0))
 
 
-@weighed("no_rewrite", "padding is 1")
+@weighed("no_rewrite", "a number filled in between", at=".masked_fill(")
 def padding_filled_with_ones(x, p, m):
     """padding that is not zero"""
     return m.down(F.relu(m.up(x)).masked_fill(p < 0, 1.0))
 
 
-@weighed("no_rewrite", "the padding of a product is 1")
+@weighed("no_rewrite", "masked_fill after the product of two", at=".masked_fill(")
 def padded_product_filled_with_ones(x, p, m):
     """the same after a product"""
     return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 1.0))
 
 
-@weighed("no_rewrite", "the mask is made of the product")
+@weighed("no_rewrite", "a comparison (lt)", at="h.abs() < 0.1")
 def small_products_filled(x, p, m):
     """h where |h| > 0.1"""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h.masked_fill(h.abs() < 0.1, 0.0))
 
 
-@weighed("no_rewrite", "the mask is made of the activations")
+@weighed("no_rewrite", "made of the activations", at="< 3")
 def weak_tokens_filled(x, p, m):
     """tokens whose activations are small are dropped"""
     h = F.relu(m.up(x))
     return m.down(h.masked_fill(h.sum(-1, keepdim=True) < 3, 0.0))
 
 
-@weighed("no_rewrite", "the product is clamped")
+@weighed("no_rewrite", "clamp after the product of two", at=".clamp(-3, 3)")
 def clamped_product(x, p, m):
     """clamp of a gated product"""
     return m.down((F.relu(m.gate(x)) * m.up(x)).clamp(-3, 3))
 
 
-@weighed("no_rewrite", "a term makes every neuron active")
+@weighed("no_rewrite", "more than a factor or mask", at="+ m.scale[:1]")
 def star_relu(x, p, m):
     """MetaFormer: a learned scalar times the squared relu, plus another"""
     return m.down(m.factor * F.relu(m.up(x)) ** 2 + m.scale[:1])
 
 
-@weighed("no_rewrite", "every sequence has factors of its own")
+@weighed("no_rewrite", "differs by sequence and by output", at="m.scale")
 def modulated_neurons(x, p, m):
     """FiLM before the rectifier: a factor of every neuron made of the first token"""
     return m.down(F.relu(m.up(x) * torch.tanh(p[:, :1] + m.scale)))
@@ -180,20 +180,20 @@ def statistic_before_a_token_factor(x, p, m):
     return m.down(h * p), h.abs().mean()
 
 
-@weighed("no_rewrite", "the operator's statistics are of what has no factor", TRAIN)
+@weighed("no_rewrite", "also read by abs", TRAIN, at="h.abs()")
 def statistic_after_a_token_factor(x, p, m):
     """The L1 term reads what the router has weighed."""
     h = F.relu(m.up(x)) * p
     return m.down(h), h.abs().mean()
 
 
-@weighed("no_rewrite", "a factor of either sign goes through no rectifier")
+@weighed("no_rewrite", "more than a factor", at="F.relu(")
 def token_factor_before(x, p, m):
     """The factor is rectified, too."""
     return m.down(F.relu(m.up(x) * p))
 
 
-@weighed("no_rewrite", "a term makes every neuron active")
+@weighed("no_rewrite", "a term of every token", at="+ p")
 def token_term(x, p, m):
     """StarReLU's bias, one a token"""
     return m.down(F.relu(m.up(x)) + p)
@@ -214,19 +214,19 @@ def batch_norm_of_channels():
     return block, (tokens(shape=(B, K, 3, S)),)
 
 
-@weighed("no_rewrite", "its term makes every neuron active")
+@weighed("no_rewrite", "batch_norm after the activation", at="m.bn(")
 def batch_norm_after(x, p, m):
     """relu before the norm"""
     return m.down(m.bn(F.relu(m.up(x)).flatten(0, 1)))
 
 
-@weighed("no_rewrite", "the norm needs every activation", TRAIN, frozen=False)
+@weighed("no_rewrite", "statistics of the batch itself", TRAIN, frozen=False, at="m.bn(")
 def batch_norm_of_the_batch(x, p, m):
     """training"""
     return m.down(F.relu(m.bn(m.up(x).flatten(0, 1))))
 
 
-@weighed("no_rewrite", "the norm is of tokens, not of neurons", INFER)
+@weighed("no_rewrite", "another axis than the linear's", INFER, at="F.batch_norm(")
 def batch_norm_of_tokens(x, p, m):
     """the second axis is the sequence"""
     return m.down(F.relu(F.batch_norm(m.up(x), m.scale[:S], m.scale[:S].exp())))
@@ -240,7 +240,7 @@ def negative_assigned(x, p, m):
     return m.down(h)
 
 
-@weighed("no_rewrite", "the comparison is of what the values were before", INFER)
+@weighed("no_rewrite", "a comparison (lt)", INFER, at="negative = h < 0")
 def negative_assigned_too_late(x, p, m):
     """the mask is older than the values"""
     h = m.up(x).clone()
@@ -328,20 +328,20 @@ def binary_features(x, p, m):
     return m.down((m.up(x) > m.scale).to(x.dtype))
 
 
-@weighed("no_rewrite", "the gradient of a comparison is none, not zeros", TRAIN)
+@weighed("no_rewrite", "passes no gradient on", TRAIN, at="m.down(")
 def binary_features_in_training(x, p, m):
     """the same where the projection is learned"""
     return m.down((m.up(x) > m.scale).to(x.dtype))
 
 
-@weighed("no_rewrite", "every token has a threshold")
+@weighed("no_rewrite", "a term of every token", at="(h > p)")
 def threshold_of_each_token(x, p, m):
     """a router decides how many neurons stay"""
     h = m.up(x)
     return m.down(F.relu(h) * (h > p))
 
 
-@weighed("no_rewrite", "0 times log(h) is no number where h is negative")
+@weighed("no_rewrite", "may be no number: log", at=".log()")
 def logarithm_of_the_factor(x, p, m):
     """relu(g) * log(u)"""
     return m.down(F.relu(m.gate(x)) * m.up(x).log())
@@ -349,8 +349,9 @@ def logarithm_of_the_factor(x, p, m):
 
 @weighed(
     "no_rewrite",
-    "thresholds in more digits than the operator has",
+    "compared in torch.float32",
     precision=torch.bfloat16,
+    at="(h > m.scale)",
 )
 def threshold_in_float32(x, p, m):
     """projections in bfloat16, thresholds in float32"""

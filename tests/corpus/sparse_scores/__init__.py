@@ -4,6 +4,14 @@
 exact: scores[b, n] = sum over the terms of document n of value * query[b, term].
 """
 
-from corpus.sparse_scores import accumulations, documents, indexing, more, near_misses, postings
+from corpus.sparse_scores import (
+    accumulations,
+    documents,
+    indexing,
+    more,
+    near_misses,
+    postings,
+    published,
+)
 
-__all__ = ["accumulations", "documents", "indexing", "more", "near_misses", "postings"]
+__all__ = ["accumulations", "documents", "indexing", "more", "near_misses", "postings", "published"]

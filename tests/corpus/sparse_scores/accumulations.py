@@ -177,7 +177,7 @@ def into_a_part_that_holds_something(c, q):
     return scores, part.topk(K).values
 
 
-@scoring("no_rewrite", "a part of ones")
+@scoring("no_rewrite", "does not start at zero", at="scores[0].index_add_(")
 def into_a_row_of_ones(c, q):
     """smoothed scores"""
     scores = torch.ones(B, N)
@@ -233,7 +233,7 @@ def accumulator_shaped_by_query(c, q):
     return torch.topk(scores, K)
 
 
-@scoring("no_rewrite", "the flat tensor is read, too")
+@scoring("no_rewrite", "a view of something else", at="scores.index_add_(")
 def accumulator_read_flat(c, q):
     """one memory under two shapes"""
     flat = torch.zeros(B * N)
@@ -250,7 +250,7 @@ def hard_negatives(c, q):
     return q.gather(1, found).sum()
 
 
-@scoring("no_rewrite", "the best are taken where gradients are on", modes=(True,))
+@scoring("no_rewrite", "under no_grad", modes=(True,), at="q[:, c.ids] * c.values")
 def scores_without_gradients(c, q):
     """top-k behind the region"""
     with torch.no_grad():

@@ -141,7 +141,7 @@ def einsum_with_norms_of_documents(c, q):
     return torch.einsum("bnl,n->bnl", q[:, c.ids] * c.values, norms).sum(-1)
 
 
-@scoring("no_rewrite", "a boost of each query's own", modes=BOTH)
+@scoring("no_rewrite", "differ from query to query", modes=BOTH, at="torch.einsum(")
 def einsum_that_multiplies_by_query(c, q):
     """one number a query, spread over its contributions"""
     return torch.einsum("bnl,b->bnl", q[:, c.ids] * c.values, q[:, 0]).sum(-1)

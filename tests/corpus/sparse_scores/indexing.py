@@ -69,7 +69,7 @@ def assigned_where_padded(c, q):
     return products.sum(-1)
 
 
-@scoring("no_rewrite", "whole rows of the contributions are left out")
+@scoring("no_rewrite", "part of the contributions", at="products[:, c.lengths < 2] = 0")
 def assigned_by_document(c, q):
     """x[:, short] = 0"""
     products = q[:, c.ids] * c.values
@@ -98,13 +98,13 @@ def emptied_under_two_names(c, q):
     return scores.topk(K)
 
 
-@scoring("no_rewrite", "cleared with 1")
+@scoring("no_rewrite", "does not start at zero", at=".fill_(1.0).index_add_(")
 def filled_with_one(c, q):
     """empty(...).fill_(1).index_add_(...)"""
     return q.new_empty(B, N).fill_(1.0).index_add_(1, c.rows, q[:, c.cols] * c.vals)
 
 
-@scoring("no_rewrite", "the documents are made after the lookup", terms=True)
+@scoring("no_rewrite", "changed after they were looked up", terms=True, at=".clamp(max=N - 1)")
 def clamped_postings(c, terms, weights):
     """padding is clamped into range after it was looked up"""
     docs = c.docs[terms].clamp(max=N - 1).flatten(1)

@@ -170,20 +170,20 @@ def postings_by_index_put(c, terms, weights):
     return scores.index_put_((c.docs.index_select(0, terms),), impacts, accumulate=True)
 
 
-@scoring("no_rewrite", "the gathered weights are read by something else")
+@scoring("no_rewrite", "also read by gt", at="(picked > 0)")
 def gathered_weights_reused(c, q):
     """matched terms are counted beside the scores"""
     picked = q[:, c.ids]
     return (picked * c.values).sum(-1), (picked > 0).sum(-1)
 
 
-@scoring("no_rewrite", "the result is added to what the caller holds", batch=False)
+@scoring("no_rewrite", "does not start at zero", batch=False, at="(c.lengths * 0.1).index_add_(")
 def into_the_callers_buffer(c, q):
     """a running total"""
     return (c.lengths * 0.1).index_add_(0, c.rows, q[c.cols] * c.vals)
 
 
-@scoring("no_rewrite", "the rows differ from query to query")
+@scoring("no_rewrite", "differ from query to query", at="scatter_add(1, rows")
 def rows_of_each_query(c, q):
     """every query has candidates of its own"""
     rows = torch.stack([c.rows.roll(i) for i in range(B)])

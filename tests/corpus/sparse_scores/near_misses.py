@@ -9,7 +9,7 @@ from torch import nn
 from corpus.sparse_scores.registry import INFER, TRAIN, B, L, N, V, program, scoring
 
 
-@scoring("no_rewrite", "the best term of a document is no sum", batch=False)
+@scoring("no_rewrite", "largest contribution is no sum", batch=False, at=".amax(-1)")
 def best_term(c, q):
     """max instead of sum"""
     return (q[c.ids] * c.values).amax(-1)
@@ -21,26 +21,28 @@ def summed_over_documents(c, q):
     return (q[:, c.ids] * c.values).sum(1)
 
 
-@scoring("no_rewrite", "the accumulator starts at the prior", batch=False)
+@scoring(
+    "no_rewrite", "does not start at zero", batch=False, at="torch.linspace(0, 1, N).index_add("
+)
 def prior_accumulated_into(c, q):
     """document priors as the accumulator"""
     return torch.linspace(0, 1, N).index_add(0, c.rows, q[c.cols] * c.vals)
 
 
-@scoring("no_rewrite", "a saturated product is no inner product", batch=False)
+@scoring("no_rewrite", "clamp of the products", batch=False, at=".clamp(max=0.5)")
 def saturated_products(c, q):
     """clamped contributions"""
     return (q[c.ids] * c.values).clamp(max=0.5).sum(-1)
 
 
-@scoring("no_rewrite", "the contributions are also returned", batch=False)
+@scoring("no_rewrite", "also returned", batch=False, at="contributions =")
 def contributions_returned(c, q):
     """explanations beside the scores"""
     contributions = q[c.ids] * c.values
     return contributions.sum(-1), contributions
 
 
-@scoring("no_rewrite", "the largest contribution to a document is no sum", batch=False)
+@scoring("no_rewrite", "only sums are inner products", batch=False, at='reduce="amax"')
 def scatter_max(c, q):
     """scatter_reduce(amax)"""
     return torch.zeros(N).scatter_reduce(0, c.rows, q[c.cols] * c.vals, reduce="amax")
@@ -52,14 +54,14 @@ def document_lengths(c, q):
     return torch.zeros(N).index_add(0, c.rows, c.vals) + q.sum()
 
 
-@scoring("no_rewrite", "every document starts with a point", batch=False)
+@scoring("no_rewrite", "start at 1.0", batch=False, at="torch.segment_reduce(")
 def segments_with_a_start(c, q):
     """segment_reduce(initial=1)"""
     products = q[c.cols] * c.vals
     return torch.segment_reduce(products, "sum", lengths=c.lengths, initial=1.0, unsafe=True)
 
 
-@scoring("no_rewrite", "an average divides by the number of terms", batch=False)
+@scoring("no_rewrite", "'mean', not added up", batch=False, at="torch.segment_reduce(")
 def mean_contribution(c, q):
     """segment_reduce(mean)"""
     return torch.segment_reduce(q[c.cols] * c.vals, "mean", lengths=c.lengths, unsafe=True)
@@ -78,13 +80,13 @@ class LearntDocuments(nn.Module):
         return (q[self.ids] * self.values).sum(-1)
 
 
-@program("no_rewrite", "the document weights are learnt", TRAIN)
+@program("no_rewrite", "weights are learnt", TRAIN, at="self.values")
 def learnt_documents():
     """doc2query-like tuning"""
     return LearntDocuments(), (torch.rand(V, requires_grad=True),)
 
 
-@program("no_rewrite", "rows of features travel along edges", INFER)
+@program("no_rewrite", "rows of features", INFER, at="x[edges[0]] * w[:, None]")
 def message_passing():
     """a graph convolution"""
     torch.manual_seed(1)
@@ -96,7 +98,7 @@ def message_passing():
     return convolve, (torch.rand(N, 8),)
 
 
-@program("no_rewrite", "experts' outputs are rows of features", INFER)
+@program("no_rewrite", "rows of features", INFER, at="(outputs[slots]")
 def expert_combine():
     """mixture of experts"""
     torch.manual_seed(2)
@@ -108,7 +110,7 @@ def expert_combine():
     return combine, (torch.rand(30, 8), torch.rand(N, 2).softmax(-1))
 
 
-@program("no_rewrite", "a weighted bag of word embeddings", INFER)
+@program("no_rewrite", "rows of features", INFER, at="F.embedding_bag(")
 def bag_of_words():
     """text classifier"""
     torch.manual_seed(3)
@@ -125,7 +127,7 @@ def bag_of_words():
     return Bag(), (words, weights)
 
 
-@scoring("no_rewrite", "the gathered weights are changed in place between", batch=False)
+@scoring("no_rewrite", "does not start at zero", batch=False, at="scores.index_add_(")
 def query_changed_between(c, q):
     """the accumulator is written to before it is read"""
     scores = torch.zeros(N)
@@ -133,7 +135,7 @@ def query_changed_between(c, q):
     return scores.index_add_(0, c.rows, q[c.cols] * c.vals)
 
 
-@program("no_rewrite", "nothing to score", INFER)
+@program("no_rewrite", "batch of queries is empty", INFER, at=".sum(-1)")
 def no_queries():
     """the last batch of a loop over chunks"""
 
@@ -144,19 +146,19 @@ def no_queries():
     return score, (torch.rand(0, V), torch.randint(0, V, (1, N, L)), torch.rand(N, L))
 
 
-@scoring("no_rewrite", "the transform has no rule for the operator")
+@scoring("no_rewrite", "torch.func (vmap)", at="torch.vmap(")
 def query_by_query_through_vmap(c, q):
     """functorch instead of a batch axis"""
     return torch.vmap(lambda one: (one[c.ids] * c.values).sum(-1))(q)
 
 
-@scoring("no_rewrite", "a boost of each query's own")
+@scoring("no_rewrite", "differ from query to query", at="torch.einsum(")
 def einsum_with_boosts_of_queries(c, q):
     """one of three operands has the batch axis, too"""
     return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])
 
 
-@scoring("no_rewrite", "every query has documents of its own")
+@scoring("no_rewrite", "documents of its own", at="q.gather(")
 def candidates_of_each_query(c, q):
     """what a first stage found is scored again"""
     found = torch.arange(B)[:, None] + torch.arange(4)
@@ -164,7 +166,7 @@ def candidates_of_each_query(c, q):
     return (q.gather(1, ids.flatten(1)).view_as(values) * values).sum(-1)
 
 
-@program("no_rewrite", "a product of dense vectors, whose other side needs a gradient", TRAIN)
+@program("no_rewrite", "dense vectors", TRAIN, at="vectors[candidates]")
 def candidates_ranked_again():
     """constant document vectors, a query weighted by a constant"""
     torch.manual_seed(4)

@@ -28,7 +28,7 @@ def one_term_after_the_other_out_of_place(c, terms, weights):
     return scores
 
 
-@scoring("no_rewrite", "the scores so far are read in between", terms=True)
+@scoring("no_rewrite", "also read by amax", terms=True, at="first.amax(1)")
 def terms_after_a_look_at_the_scores(c, terms, weights):
     """a bound that is taken after the first term, from an accumulator out of place"""
     first = torch.zeros(B, N).scatter_add(1, c.docs[terms[:, 0]], c.post[terms[:, 0]])
@@ -104,7 +104,7 @@ def fields_of_a_document(c, terms, weights):
     return scores.topk(K)
 
 
-@scoring("no_rewrite", "the lists are not what was looked up", terms=True)
+@scoring("no_rewrite", "also read by clamp", terms=True, at="docs.clamp_(")
 def lists_that_are_clamped_in_place(c, terms, weights):
     """documents beyond the sixth share its scores"""
     docs = c.docs[terms]
@@ -113,7 +113,7 @@ def lists_that_are_clamped_in_place(c, terms, weights):
     return torch.zeros(B, N).scatter_add_(1, docs.view(B, -1), impacts.view(B, -1))
 
 
-@scoring("no_rewrite", "the best list of a document is no sum", terms=True)
+@scoring("no_rewrite", "'amax': only sums", terms=True, at=".scatter_reduce(1, docs")
 def best_list_of_a_document(c, terms, weights):
     """scatter_reduce(amax) of lists"""
     impacts = c.post[terms] * weights[..., None]
@@ -140,7 +140,7 @@ def lists_padded_with_minus_one(c, terms, weights):
     return scores.topk(K)
 
 
-@program("no_rewrite", "the operator of posting lists has no gradient", TRAIN)
+@program("no_rewrite", "no gradient for the weights", TRAIN, at="torch.zeros(B, N).scatter_add(")
 def trained_on_lists():
     """the weights of a query's terms come from a model that is trained"""
 

@@ -14,7 +14,17 @@ from corpus.splade_head import (
     near_misses,
     precision,
     projections,
+    published,
     reductions,
 )
 
-__all__ = ["encoders", "gates", "masks", "near_misses", "precision", "projections", "reductions"]
+__all__ = [
+    "encoders",
+    "gates",
+    "masks",
+    "near_misses",
+    "precision",
+    "projections",
+    "published",
+    "reductions",
+]

@@ -23,32 +23,22 @@ from corpus.splade_head.registry import (
 )
 
 
-@program()
-def mistral_splade_echo():
+@encoder(bias=False, inputs=(hidden, mask, lambda: torch.tensor([3, 2, 1])))
+def mistral_splade_echo(self, h, attention_mask, second_start):
     """Mistral-Splade with echo embeddings: the text twice, only the second copy is pooled."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask, second_start):
-            position = torch.arange(h.shape[1], device=h.device)
-            second = position[None, :] >= second_start[:, None]
-            pool_mask = (attention_mask * second).unsqueeze(-1)
-            return torch.max(torch.log(1 + torch.relu(self.decoder(h))) * pool_mask, dim=1).values
-
-    return Model(bias=False), (hidden(), mask(), torch.tensor([3, 2, 1]))
+    position = torch.arange(h.shape[1], device=h.device)
+    second = position[None, :] >= second_start[:, None]
+    pool_mask = (attention_mask * second).unsqueeze(-1)
+    return torch.max(torch.log(1 + torch.relu(self.decoder(h))) * pool_mask, dim=1).values
 
 
-@program()
-def csplade():
+@encoder(bias=False)
+def csplade(self, h, attention_mask):
     """CSPLADE: a causal LM; bidirectional layers, logits / sqrt(d), -inf on padding."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            logits = self.decoder(h) / D**0.5
-            padding = attention_mask.unsqueeze(-1).expand_as(logits) == 0
-            logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
-            return torch.log1p(F.relu(torch.max(logits, dim=1)[0]))
-
-    return Model(bias=False), (hidden(), mask())
+    logits = self.decoder(h) / D**0.5
+    padding = attention_mask.unsqueeze(-1).expand_as(logits) == 0
+    logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+    return torch.log1p(F.relu(torch.max(logits, dim=1)[0]))
 
 
 @encoder()
@@ -69,22 +59,13 @@ def pruned_by_ratio(self, h, attention_mask):
     return values * (values > 0.1 * largest)
 
 
-@program()
-def opensearch_inference_free():
+@encoder(parts={"idf": lambda: nn.Buffer(torch.linspace(0.1, 3.0, V))}, inputs=(hidden, mask, ids))
+def opensearch_inference_free(self, h, attention_mask, query_ids):
     """OpenSearch doc-v3: documents through the head twice-logged, queries are idf weights."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("idf", torch.linspace(0.1, 3.0, V))
-
-        def forward(self, h, attention_mask, query_ids):
-            values, _ = torch.max(self.decoder(h) * attention_mask.unsqueeze(-1), dim=1)
-            documents = torch.log(1 + torch.log(1 + torch.relu(values)))
-            bag = torch.zeros(query_ids.size(0), V).scatter(1, query_ids, 1.0)
-            return (bag * self.idf) @ documents.t()
-
-    return Model(), (hidden(), mask(), ids())
+    values, _ = torch.max(self.decoder(h) * attention_mask.unsqueeze(-1), dim=1)
+    documents = torch.log(1 + torch.log(1 + torch.relu(values)))
+    bag = torch.zeros(query_ids.size(0), V).scatter(1, query_ids, 1.0)
+    return (bag * self.idf) @ documents.t()
 
 
 @encoder(modes=INFER)

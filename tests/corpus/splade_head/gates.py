@@ -66,32 +66,32 @@ def square_root_of_the_positive(logits, mask):
     return (roots * mask.unsqueeze(-1)).amax(1)
 
 
-@head("no_rewrite", "the filler is more than the smallest weight that is kept")
+@head("no_rewrite", "fills in 9", at="torch.where(")
 def filled_with_more(logits, mask):
     """what is not confident weighs 9"""
     return (torch.where(logits > 0.4, tokens(logits), 9.0) * mask.unsqueeze(-1)).amax(1)
 
 
-@head("no_rewrite", "small logits are kept")
+@head("no_rewrite", "keeps the small values", at="torch.where(")
 def small_logits_alone(logits, mask):
     """the contrary of a threshold"""
     return (torch.where(logits < 0.4, tokens(logits), 0.0) * mask.unsqueeze(-1)).amax(1)
 
 
-@head("no_rewrite", "padding or confident: no conjunction")
+@head("no_rewrite", "(or_) differs by token and by output", at="torch.where(")
 def either_condition(logits, mask):
     """or where and is meant"""
     keep = (logits > 0.4) | mask.bool().unsqueeze(-1)
     return torch.where(keep, tokens(logits), 0.0).amax(1)
 
 
-@head("no_rewrite", "NaN times 0 is NaN", INFER)
+@head("no_rewrite", "what may be no number", INFER, at="(logits > 1)")
 def undefined_times_zero(logits, mask):
     """a factor does not hide the logarithm of a negative number"""
     return (torch.log(logits) * (logits > 1) * mask.unsqueeze(-1)).amax(1)
 
 
-@head("no_rewrite", "the weights are written between")
+@head("no_rewrite", "(gt) differs by token and by output", at="torch.where(")
 def compared_after_a_write(logits, mask):
     """the condition sees the doubled logits, the weights do not"""
     weights = tokens(logits)

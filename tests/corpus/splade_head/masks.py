@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from corpus.splade_head.registry import (
     INFER,
     B,
     S,
     V,
-    Vocabulary,
     encoder,
     head,
     hidden,
     ids,
     mask,
-    program,
     tokens,
 )
 
@@ -72,17 +71,13 @@ def penalty_precomputed(self, h, penalty):
     return torch.log1p(torch.relu((self.decoder(h) + penalty).amax(1)))
 
 
-@program()
-def four_dimensional_mask():
+@encoder(
+    inputs=(hidden, lambda: torch.zeros(B, 1, 1, S).masked_fill(mask()[:, None, None] == 0, -1e4))
+)
+def four_dimensional_mask(self, h, extended):
     """A [B, 1, 1, S] mask from the attention layers reused for the pooling."""
-
-    class Model(Vocabulary):
-        def forward(self, h, extended):
-            additive = extended.squeeze(1).transpose(1, 2)
-            return tokens(self.decoder(h) + additive).max(dim=1).values
-
-    extended = torch.zeros(B, 1, 1, S).masked_fill(mask()[:, None, None] == 0, -1e4)
-    return Model(), (hidden(), extended)
+    additive = extended.squeeze(1).transpose(1, 2)
+    return tokens(self.decoder(h) + additive).max(dim=1).values
 
 
 @head()
@@ -202,20 +197,11 @@ def ids_to_mask(self, h, input_ids):
     return torch.max(weights * keep.unsqueeze(-1).type_as(weights), dim=1)[0]
 
 
-@program()
-def isin_special_tokens():
+@encoder(parts={"special": lambda: nn.Buffer(torch.tensor([0, 1, 2]))}, inputs=(hidden, ids))
+def isin_special_tokens(self, h, input_ids):
     """torch.isin against a buffer of special ids."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("special", torch.tensor([0, 1, 2]))
-
-        def forward(self, h, input_ids):
-            keep = ~torch.isin(input_ids, self.special)
-            return (tokens(self.decoder(h)) * keep[..., None]).amax(1)
-
-    return Model(), (hidden(), ids())
+    keep = ~torch.isin(input_ids, self.special)
+    return (tokens(self.decoder(h)) * keep[..., None]).amax(1)
 
 
 @encoder(inputs=(hidden, ids))
@@ -264,20 +250,11 @@ def special_tokens_dropped_from_vocabulary(logits, mask):
     return (tokens(logits[..., 5:]) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@program()
-def vocabulary_bias_forbids():
+@encoder(parts={"forbid": lambda: nn.Buffer(torch.zeros(V).index_fill(0, torch.arange(4), -INF))})
+def vocabulary_bias_forbids(self, h, mask):
     """-inf for unused vocabulary entries, added to the logits like one more bias."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("forbid", torch.zeros(V).index_fill(0, torch.arange(4), -INF))
-
-        def forward(self, h, mask):
-            logits = self.decoder(h) + self.forbid
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(h) + self.forbid
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
 
 
 @encoder(inputs=(hidden, mask, ids))
@@ -321,20 +298,15 @@ def idf_weighted_tokens(self, h, token_weight):
     return (tokens(self.decoder(h)) * token_weight.unsqueeze(-1)).amax(1)
 
 
-@program("maybe", "the fill value is a buffer, unknown when compiling")
-def fill_value_in_a_buffer():
+@encoder(
+    "maybe",
+    "the fill value is a buffer, unknown when compiling",
+    parts={"neg_inf": lambda: nn.Buffer(torch.tensor(-1e4))},
+)
+def fill_value_in_a_buffer(self, h, mask):
     """self.neg_inf as a registered buffer."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("neg_inf", torch.tensor(-1e4))
-
-        def forward(self, h, mask):
-            kept = torch.where(mask.unsqueeze(-1).bool(), self.decoder(h), self.neg_inf)
-            return tokens(kept).amax(1)
-
-    return Model(), (hidden(), mask())
+    kept = torch.where(mask.unsqueeze(-1).bool(), self.decoder(h), self.neg_inf)
+    return tokens(kept).amax(1)
 
 
 @head("maybe", "the mask enters by a contraction")

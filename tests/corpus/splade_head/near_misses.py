@@ -15,19 +15,17 @@ from corpus.splade_head.registry import (
     D,
     S,
     V,
-    Vocabulary,
     encoder,
+    formula,
     hidden,
     ids,
     mask,
-    program,
     tokens,
     weight,
 )
 from corpus.splade_head.registry import head as any_head
 
 head = functools.partial(any_head, "no_rewrite")
-seen = functools.partial(any_head, "no_rewrite")
 maybe = functools.partial(any_head, "maybe")
 
 
@@ -43,77 +41,83 @@ class Half(torch.autograd.Function):
         return grad / 2
 
 
-@head("every token's logits are normalised over the vocabulary")
+@head("softmax", at="logits.softmax(dim=-1)")
 def softmax_over_vocabulary(logits, mask):
     """Probabilities instead of logits."""
     return (torch.log1p(logits.softmax(dim=-1)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("every token's logits are normalised over the vocabulary")
+@head("log_softmax", at="F.log_softmax(logits")
 def log_softmax_over_vocabulary(logits, mask):
     """relu(log_softmax + 5)"""
     return (tokens(F.log_softmax(logits, dim=-1) + 5) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("every term's logits are normalised over the sequence")
+@head("(softmax) differs by token and", at="logits.softmax(dim=1)")
 def softmax_over_sequence(logits, mask):
     """Attention over tokens, for every term."""
     return (logits.softmax(dim=1) * tokens(logits)).max(dim=1).values
 
 
-@head("layer norm mixes the vocabulary entries of a token")
+@head("layer_norm", at="F.layer_norm(logits")
 def layer_norm_on_logits(logits, mask):
     """F.layer_norm(logits, (V,))"""
     logits = F.layer_norm(logits, logits.shape[-1:])
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("the logits are centred over the vocabulary")
+@head("mean", at="logits.mean(dim=-1")
 def centred_over_vocabulary(logits, mask):
     """logits - logits.mean(-1)"""
     centred = logits - logits.mean(dim=-1, keepdim=True)
     return (tokens(centred) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("the logits are centred over the sequence")
+@head("also read by mean", at="logits.mean(dim=1")
 def centred_over_sequence(logits, mask):
     """logits - logits.mean(1)"""
     return tokens(logits - logits.mean(dim=1, keepdim=True)).amax(dim=1)
 
 
-@head("every token's weights are normalised")
+@head("normalize", at="F.normalize(tokens(logits)")
 def tokens_normalised(logits, mask):
     """F.normalize of every token before the max."""
     return (F.normalize(tokens(logits), dim=-1) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@seen("the logits are returned")
+@head("logits are also returned", at="self.decoder(h)")
 def logits_in_the_output(logits, mask):
     """An output class that carries logits along."""
     return {"pooled": (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), "logits": logits}
 
 
-@seen("the activations are returned")
+@head("also returned", at="weights =")
 def activations_in_the_output(logits, mask):
     """Per-token weights for highlighting."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return weights.max(dim=1).values, weights
 
 
-@seen("the mean of the logits is penalised")
+@head("also read by mean", at="logits.mean(")
 def logit_penalty(logits, mask):
     """z-loss: the squared mean of the logits."""
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), logits.mean().square()
 
 
-@seen("the max is also taken over the vocabulary, from the same activations")
+@head("over the vocabulary", at="weights.amax(dim=2)")
 def token_saliency_too(logits, mask):
     """Term weights and token saliency from one tensor."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return weights.amax(dim=1), weights.amax(dim=2)
 
 
-@encoder("no_rewrite", "the logits are read by the MLM loss", TRAIN, inputs=(hidden, mask, ids))
+@encoder(
+    "no_rewrite",
+    "also read by cross_entropy",
+    TRAIN,
+    inputs=(hidden, mask, ids),
+    at="F.cross_entropy(",
+)
 def mlm_loss_on_the_same_logits(self, h, mask, labels):
     """CoCondenser-style: MLM loss and SPLADE pooling of one forward."""
     logits = self.decoder(h)
@@ -121,45 +125,50 @@ def mlm_loss_on_the_same_logits(self, h, mask, labels):
     return pooled, F.cross_entropy(logits.view(-1, V), labels.view(-1))
 
 
-@program("no_rewrite", "a forward hook keeps the logits", INFER)
-def hook_keeps_logits():
+def hooked(hook):
+    """A decoder with a forward hook."""
+    decoder = nn.Linear(D, V)
+    decoder.register_forward_hook(hook)
+    return decoder
+
+
+@encoder(
+    "no_rewrite",
+    "also read by sum",
+    INFER,
+    parts={"decoder": lambda: hooked(lambda m, i, out: setattr(m, "last", out))},
+    at="self.decoder.last.sum()",
+)
+def hook_keeps_logits(self, h, mask):
     """A probe that records what the decoder returned."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.decoder.register_forward_hook(lambda m, i, out: setattr(m, "last", out))
-
-        def forward(self, h, mask):
-            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-            return pooled, self.decoder.last.sum()
-
-    return Model(), (hidden(), mask())
+    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+    return pooled, self.decoder.last.sum()
 
 
-@program("no_rewrite", "a forward hook replaces the logits")
-def hook_replaces_logits():
+@encoder(
+    "no_rewrite",
+    "softmax",
+    parts={"decoder": lambda: hooked(lambda m, i, out: out.softmax(dim=-1))},
+    at="out.softmax(dim=-1)",
+)
+def hook_replaces_logits(self, h, mask):
     """A hook that turns logits into probabilities."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.decoder.register_forward_hook(lambda m, i, out: out.softmax(dim=-1))
-
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder("no_rewrite", "the model remembers its logits", INFER)
+@encoder("no_rewrite", "logits are also returned", INFER, at="self.last_logits =")
 def logits_kept_in_an_attribute(self, h, mask):
     """self.last_logits = logits, for a debugger."""
     self.last_logits = self.decoder(h)
     return (tokens(self.last_logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder("no_rewrite", "the mask depends on token and term", inputs=(hidden, mask, ids))
+@encoder(
+    "no_rewrite",
+    "differs by token and by output",
+    inputs=(hidden, mask, ids),
+    at="masked_fill(itself",
+)
 def mask_of_tokens_and_terms(self, h, mask, input_ids):
     """A copy mask: a token may not activate itself."""
     itself = F.one_hot(input_ids, V).bool()
@@ -169,8 +178,9 @@ def mask_of_tokens_and_terms(self, h, mask, input_ids):
 
 @encoder(
     "no_rewrite",
-    "the multiplier depends on token and term",
+    "two tensors that come from linears",
     parts={"gate": lambda: nn.Linear(D, V)},
+    at="torch.sigmoid(self.gate(h))",
 )
 def gate_of_tokens_and_terms(self, h, mask):
     """A second projection gates every logit."""
@@ -180,8 +190,9 @@ def gate_of_tokens_and_terms(self, h, mask):
 
 @encoder(
     "no_rewrite",
-    "maximum with another [B, S, V] tensor",
+    "maximum with a tensor",
     inputs=(hidden, mask, lambda: torch.sin(torch.arange(B * S * V).float()).view(B, S, V)),
+    at="torch.maximum(self.decoder(h), prior)",
 )
 def maximum_with_a_prior(self, h, mask, prior):
     """Logits bounded below by those of a teacher."""
@@ -189,35 +200,40 @@ def maximum_with_a_prior(self, h, mask, prior):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("mean pooling")
+@head("sum pooling", at="weights.sum(dim=1)")
 def mean_by_length(logits, mask):
     """A masked mean, divided by the square root of the length."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return weights.sum(dim=1) / mask.sum(dim=1, keepdim=True).sqrt()
 
 
-@encoder("no_rewrite", "a weighted sum over the sequence", parts={"score": lambda: nn.Linear(D, 1)})
+@encoder(
+    "no_rewrite",
+    "weighted sum over the sequence",
+    parts={"score": lambda: nn.Linear(D, 1)},
+    at="torch.einsum(",
+)
 def attention_pooled(self, h, mask):
     """A learned attention over tokens instead of the max."""
     score = self.score(h).squeeze(-1).masked_fill(mask == 0, -1e9).softmax(-1)
     return torch.einsum("bs,bsv->bv", score, tokens(self.decoder(h)))
 
 
-@head("a smooth maximum")
+@head("log-sum-exp", at="torch.logsumexp(")
 def temperature_logsumexp(logits, mask):
     """t * logsumexp(x / t)"""
     logits = logits.masked_fill(mask.unsqueeze(-1) == 0, -1e4)
     return torch.log1p(torch.relu(0.1 * torch.logsumexp(logits / 0.1, dim=1)))
 
 
-@head("root mean square over the sequence")
+@head("mean pooling", at=".mean(dim=1)")
 def power_mean(logits, mask):
     """A power mean with p=2."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (weights.pow(2).mean(dim=1) + 1e-6).sqrt()
 
 
-@head("max over the vocabulary, not the sequence")
+@head("over the vocabulary", at="amax(dim=-1)")
 def max_over_vocabulary(logits, mask):
     """Token salience: the strongest term of every token."""
     return tokens(logits).amax(dim=-1) * mask
@@ -229,43 +245,43 @@ def max_over_both(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=(1, 2))
 
 
-@head("min pooling")
+@head("minimum", at="amin(dim=1)")
 def min_over_sequence(logits, mask):
     """The weakest evidence: amin."""
     return tokens(logits.masked_fill(mask.unsqueeze(-1) == 0, 1e4)).amin(dim=1)
 
 
-@head("the median")
+@head("median", at=".median(dim=1)")
 def median_over_sequence(logits, mask):
     """A robust pooling."""
     return tokens(logits).median(dim=1).values
 
 
-@head("the second largest value")
+@head("k-th smallest", at=".kthvalue(")
 def second_largest(logits, mask):
     """kthvalue(S - 1)"""
     return (tokens(logits) * mask.unsqueeze(-1)).kthvalue(S - 1, dim=1).values
 
 
-@head("the mean of the two largest values")
+@head("2 largest", at=".topk(2, dim=1)")
 def mean_of_top_two(logits, mask):
     """topk(2, dim=1).values.mean(1)"""
     return (tokens(logits) * mask.unsqueeze(-1)).topk(2, dim=1).values.mean(dim=1)
 
 
-@head("only the positions are wanted", INFER)
+@head("only the positions", INFER, at=".argmax(dim=1)")
 def argmax_positions(logits, mask):
     """Which token is best for each term."""
     return logits.masked_fill(mask.unsqueeze(-1) == 0, -1e4).argmax(dim=1)
 
 
-@head("every prefix has its maximum")
+@head("running maximum", at=".cummax(dim=1)")
 def cumulative_maximum(logits, mask):
     """Prefix representations for streaming."""
     return (tokens(logits) * mask.unsqueeze(-1)).cummax(dim=1).values
 
 
-@head("a window slides over the sequence")
+@head("windows", at="F.max_pool1d(")
 def sliding_window_pool(logits, mask):
     """max_pool1d of width 3, then the mean."""
     weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
@@ -273,7 +289,7 @@ def sliding_window_pool(logits, mask):
 
 
 @encoder(
-    "no_rewrite", "a second matmul follows the activation", parts={"out": lambda: nn.Linear(V, 5)}
+    "no_rewrite", "normalize", parts={"out": lambda: nn.Linear(V, 5)}, at="F.normalize(self.out("
 )
 def projected_and_normalised(self, h, mask):
     """Activations are projected and normalised before the max."""
@@ -290,24 +306,20 @@ def projected_after_activation(self, h, mask):
     return torch.relu(self.out(tokens(self.decoder(h)))).amax(dim=1)
 
 
-@program("no_rewrite", "a weight matrix a sequence")
-def weight_per_sequence():
+@encoder(
+    "no_rewrite",
+    "batched",
+    inputs=(hidden, mask, lambda: torch.tensor([2, 0, 3])),
+    parts={"decoder": nn.Module, "heads": lambda: nn.Parameter(torch.randn(4, D, V))},
+    at="torch.bmm(h, self.heads[language])",
+)
+def weight_per_sequence(self, h, mask, language):
     """Language-specific projections gathered per sample, then bmm."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(41)
-            self.heads = nn.Parameter(torch.randn(4, D, V))
-
-        def forward(self, h, mask, language):
-            logits = torch.bmm(h, self.heads[language])
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask(), torch.tensor([2, 0, 3]))
+    logits = torch.bmm(h, self.heads[language])
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder("no_rewrite", "noise is added to the logits", TRAIN)
+@encoder("no_rewrite", "differs by token and by output", TRAIN, at="torch.log(-torch.log(uniform))")
 def gumbel_noise(self, h, mask):
     """Gumbel noise for exploration."""
     logits = self.decoder(h)
@@ -316,49 +328,55 @@ def gumbel_noise(self, h, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("dropout is active between matmul and max", TRAIN)
+@head("dropout is active", TRAIN, at="F.dropout(logits")
 def dropout_on_logits(logits, mask):
     """F.dropout(logits, 0.3)"""
     return (tokens(F.dropout(logits, 0.3, training=True)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("batch norm uses statistics of all tokens", TRAIN)
+@head("batch_norm", TRAIN, at="F.batch_norm(")
 def batch_norm_on_logits(logits, mask):
     """Batch norm over tokens, training mode."""
     flat = F.batch_norm(logits.flatten(0, 1), None, None, training=True)
     return (tokens(flat.view_as(logits)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "integer logits", INFER)
-def integer_logits():
+@formula(
+    "no_rewrite",
+    "logits are torch.int64",
+    INFER,
+    inputs={
+        "h": lambda: torch.arange(B * S * D).view(B, S, D) % 17 - 8,
+        "w": lambda: torch.arange(V * D).view(V, D) % 11 - 5,
+    },
+    at="amax(dim=1)",
+)
+def integer_logits(h, mask, w):
     """An int8 model that accumulates in int64."""
-
-    def encode(h, mask, w):
-        return torch.relu((h @ w.T) * mask.unsqueeze(-1)).amax(dim=1)
-
-    h = torch.arange(B * S * D).view(B, S, D) % 17 - 8
-    return encode, (h, mask(), torch.arange(V * D).view(V, D) % 11 - 5)
+    return torch.relu((h @ w.T) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "complex logits", INFER)
-def complex_logits():
+@formula(
+    "no_rewrite",
+    "are complex",
+    INFER,
+    inputs={"real": weight, "imaginary": lambda: weight(seed=42)},
+    at="logits.abs()",
+)
+def complex_logits(h, mask, real, imaginary):
     """The modulus of a complex projection."""
-
-    def encode(h, mask, real, imaginary):
-        logits = torch.complex(h, h.flip(-1)) @ torch.complex(real, imaginary).T
-        return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return encode, (hidden(), mask(), weight(), weight(seed=42))
+    logits = torch.complex(h, h.flip(-1)) @ torch.complex(real, imaginary).T
+    return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("a straight-through estimator: value and gradient differ", TRAIN)
+@head("differs by token and by output", TRAIN, at=".detach()")
 def straight_through(logits, mask):
     """Binary weights with the gradient of the real ones."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (weights + ((weights > 0.5).float() - weights).detach()).amax(dim=1)
 
 
-@head("a function with a gradient of its own", TRAIN)
+@head("gradient of its own", TRAIN, at="Half.apply(logits)")
 def gradient_rescaled(logits, mask):
     """An autograd.Function that halves the gradient of the logits."""
 
@@ -373,7 +391,7 @@ def token_overwritten_by_a_view(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("token vectors are summed into words first")
+@head("index_add", at="words.index_add(")
 def words_summed_before_max(logits, mask):
     """Sub-word logits are added up to words by index_add."""
     word = torch.tensor([0, 0, 1, 1, 1, 2, 3])
@@ -381,13 +399,13 @@ def words_summed_before_max(logits, mask):
     return words.index_add(1, word, tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@head("neighbouring tokens are added before the max")
+@head("two tensors that come from linears", at="logits[:, 1:] + logits[:, :-1]")
 def bigram_logits(logits, mask):
     """logits[:, 1:] + logits[:, :-1]"""
     return tokens(logits[:, 1:] + logits[:, :-1]).amax(dim=1)
 
 
-@head("tokens are accumulated over the sequence before the max")
+@head("cumsum", at="logits.cumsum(dim=1)")
 def cumulative_logits(logits, mask):
     """cumsum over the sequence."""
     return tokens(logits.cumsum(dim=1) * mask.unsqueeze(-1)).amax(dim=1)
@@ -450,9 +468,10 @@ def learned_position_weights(logits, mask):
 
 @encoder(
     "no_rewrite",
-    "the linear has one output: no vocabulary is projected to",
+    "a weight for its own term alone",
     inputs=(hidden, ids),
     parts={"weigh": lambda: nn.Linear(D, 1)},
+    at=".scatter(",
 )
 def weights_of_own_terms(self, h, terms):
     """BGE-M3: one weight a token, put into a row of the vocabulary a token, then the maximum."""
@@ -463,9 +482,10 @@ def weights_of_own_terms(self, h, terms):
 
 @encoder(
     "no_rewrite",
-    "the operator has no gradient for its operands",
+    "a number for all tokens (scale)",
     TRAIN,
     parts={"scale": lambda: nn.Parameter(torch.tensor(1.3))},
+    at="* self.scale)",
 )
 def learned_scale_of_activations(self, h, mask):
     """One number for all activations, trained, between the rectifier and the logarithm."""
@@ -475,9 +495,10 @@ def learned_scale_of_activations(self, h, mask):
 
 @encoder(
     "no_rewrite",
-    "the operator has no gradient for its operands",
+    "a per-token operand",
     TRAIN,
     parts={"importance": lambda: nn.Linear(D, 1)},
+    at="* matters)",
 )
 def learned_importance_of_tokens(self, h, mask):
     """EPIC: how much a token matters comes from a linear of its own."""
@@ -554,26 +575,26 @@ def decoder_called_twice(self, h, mask):
     return pooled, self.decoder(h)
 
 
-@seen("the weights at the positions are others")
+@head("only the positions", at="weights.argmax(")
 def other_weights_where_largest(logits, mask):
     """gathered from what is not what the positions are of"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (2 - weights).gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-@seen("another position of a sort")
+@head("a sort keeps every position", at="torch.sort(")
 def second_of_a_sort(logits, mask):
     """the second largest weight of every term"""
     return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1, descending=True).values[:, 1]
 
 
-@seen("a norm")
+@head("a norm over the sequence", at="vector_norm(")
 def norm_of_infinite_order(logits, mask):
     """the largest absolute value over the sequence"""
     return torch.linalg.vector_norm(tokens(logits) * mask.unsqueeze(-1), float("inf"), dim=1)
 
 
-@seen("which sequence a token belongs to is data")
+@head("end to end", at=".index_reduce(")
 def packed_sequences(logits, mask):
     """tokens end to end, reduced by sequence"""
     owner = torch.arange(logits.size(0)).repeat_interleave(logits.size(1))
@@ -583,8 +604,9 @@ def packed_sequences(logits, mask):
 
 @encoder(
     "no_rewrite",
-    "one sequence is read under several masks",
+    "mul spreads the values",
     inputs=(lambda: hidden(shape=(1, S, D)), mask),
+    at="m.unsqueeze(-1)",
 )
 def one_sequence_under_several_masks(self, h, m):
     """hidden [1, S, D], masks [B, S]: spans of one document"""
@@ -598,14 +620,14 @@ def norms_of_the_vectors(logits, mask):
     return pooled, pooled.abs().sum(-1).mean(), pooled.abs().mean(0).square().sum()
 
 
-@seen("the assertion reads the logits", modes=INFER)
+@head("also read by isfinite", modes=INFER, at="assert torch.isfinite(")
 def assertion_about_the_logits(logits, mask):
     """a check that training did not overflow"""
     assert torch.isfinite(logits).all(), "overflow"
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
 
 
-@head("a factor of a term may be negative, though it is made of absolute values", modes=INFER)
+@head("may be negative", modes=INFER, at="* importance")
 def importance_written_to(logits, mask):
     """Terms that count against a text, assigned."""
     importance = torch.linspace(-1, 1, V).abs()
@@ -613,7 +635,7 @@ def importance_written_to(logits, mask):
     return (tokens(logits) * importance * mask.unsqueeze(-1)).amax(1)
 
 
-@head("the weight was repeated before it was written to", modes=INFER)
+@head("neither is a weight", modes=INFER, at="torch.bmm(")
 def weight_written_after_it_was_repeated(logits, mask):
     """What is multiplied is a copy."""
     turned = torch.linspace(-1, 1, V * V).view(V, V)

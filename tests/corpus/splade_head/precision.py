@@ -67,16 +67,11 @@ def half_precision(logits, mask):
     return tokens(logits + (1 - mask.unsqueeze(-1)) * -1e4).max(dim=1).values
 
 
-@program(precision=BF16)
-def bf16_head_on_fp32_states():
+@encoder(precision=BF16, dtype=BF16)
+def bf16_head_on_fp32_states(self, h, mask):
     """hidden.to(lm_head.weight.dtype), then back to fp32."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h.to(self.decoder.weight.dtype)).float()
-            return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(dtype=BF16), (hidden(), mask())
+    logits = self.decoder(h.to(self.decoder.weight.dtype)).float()
+    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 
 @encoder(precision=BF16, inputs=(lambda: hidden(BF16), mask))
@@ -112,20 +107,16 @@ def autocast_training_step(self, h, mask):
     return reps @ reps.T
 
 
-@program(precision=BF16, autocast=BF16)
-def bias_added_in_fp32():
+@encoder(
+    precision=BF16,
+    autocast=BF16,
+    bias=False,
+    parts={"bias": lambda: torch.nn.Parameter(torch.linspace(-0.5, 0.5, V) / 3)},
+)
+def bias_added_in_fp32(self, h, mask):
     """A tied decoder and a bias of its own, as older BERTs have: autocast leaves the sum alone, which is fp32."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__(bias=False)
-            self.bias = torch.nn.Parameter(torch.linspace(-0.5, 0.5, V) / 3)
-
-        def forward(self, h, mask):
-            logits = self.decoder(h) + self.bias
-            return torch.relu((logits + (1 - mask[..., None]) * -1e4).amax(dim=1))
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(h) + self.bias
+    return torch.relu((logits + (1 - mask[..., None]) * -1e4).amax(dim=1))
 
 
 @head(dtype=torch.float64, precision=torch.float64)

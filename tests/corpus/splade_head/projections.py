@@ -15,6 +15,7 @@ from corpus.splade_head.registry import (
     Vocabulary,
     bias,
     encoder,
+    formula,
     head,
     hidden,
     ids,
@@ -29,22 +30,14 @@ def pool(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@program()
-def tied_embeddings():
+@encoder(
+    inputs=(ids, mask),
+    parts={"decoder": lambda: nn.Embedding(V, D), "mixer": lambda: nn.Linear(D, D)},
+)
+def tied_embeddings(self, input_ids, mask):
     """The input embedding is the output projection: its gradient has two parts."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(21)
-            self.embed = nn.Embedding(V, D)
-            self.mixer = nn.Linear(D, D)
-
-        def forward(self, input_ids, mask):
-            h = torch.tanh(self.mixer(self.embed(input_ids)))
-            return pool(F.linear(h, self.embed.weight), mask)
-
-    return Model(), (ids(), mask())
+    h = torch.tanh(self.mixer(self.decoder(input_ids)))
+    return pool(F.linear(h, self.decoder.weight), mask)
 
 
 @program()
@@ -68,132 +61,78 @@ def bert_prediction_head():
     return Model(), (hidden(), mask())
 
 
-@program()
-def functional_weights():
+@formula()
+def functional_weights(h, mask, w, b):
     """A pure function of its weights."""
-
-    def encode(h, mask, w, b):
-        return pool(F.linear(h, weight=w, bias=b), mask)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    return pool(F.linear(h, weight=w, bias=b), mask)
 
 
-@program()
-def weight_stored_transposed():
+@formula(inputs={"kernel": lambda: weight(D, V)})
+def weight_stored_transposed(h, mask, kernel, b):
     """A JAX checkpoint keeps the kernel as [D, V]: h @ kernel + bias."""
-
-    def encode(h, mask, kernel, b):
-        return pool(h @ kernel + b, mask)
-
-    return encode, (hidden(), mask(), weight(D, V), bias())
+    return pool(h @ kernel + b, mask)
 
 
-@program()
-def vocabulary_first():
+@formula()
+def vocabulary_first(h, mask, w, b):
     """W @ h^T: logits [B, V, S], the max over the last dimension."""
-
-    def encode(h, mask, w, b):
-        logits = torch.matmul(w, h.transpose(1, 2)) + b[:, None]
-        return (tokens(logits) * mask[:, None, :]).amax(-1)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    logits = torch.matmul(w, h.transpose(1, 2)) + b[:, None]
+    return (tokens(logits) * mask[:, None, :]).amax(-1)
 
 
-@program()
-def vocabulary_first_flattened():
+@formula()
+def vocabulary_first_flattened(h, mask, w, b):
     """einsum("vd,bsd->vbs"): values [V, B] that lie as they are written, which view counts on."""
-
-    def encode(h, mask, w, b):
-        logits = torch.einsum("vd,bsd->vbs", w, h) + b[:, None, None]
-        values, positions = (tokens(logits) * mask).max(-1)
-        return values.view(-1), positions.view(-1)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    logits = torch.einsum("vd,bsd->vbs", w, h) + b[:, None, None]
+    values, positions = (tokens(logits) * mask).max(-1)
+    return values.view(-1), positions.view(-1)
 
 
-@program()
-def addmm_on_flat_tokens():
+@formula()
+def addmm_on_flat_tokens(h, mask, w, b):
     """torch.addmm on [B*S, D]."""
-
-    def encode(h, mask, w, b):
-        logits = torch.addmm(b, h.view(-1, h.size(-1)), w.t())
-        return pool(logits.view(h.size(0), h.size(1), -1), mask)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    logits = torch.addmm(b, h.view(-1, h.size(-1)), w.t())
+    return pool(logits.view(h.size(0), h.size(1), -1), mask)
 
 
-@program()
-def flat_until_the_max():
+@formula()
+def flat_until_the_max(h, mask, w):
     """Packed [B*S, ...] all the way, reshaped just before the max."""
-
-    def encode(h, mask, w):
-        flat = tokens(torch.mm(h.reshape(-1, D), w.T)) * mask.reshape(-1, 1)
-        return torch.amax(flat.reshape(B, S, V), dim=1)
-
-    return encode, (hidden(), mask(), weight())
+    flat = tokens(torch.mm(h.reshape(-1, D), w.T)) * mask.reshape(-1, 1)
+    return torch.amax(flat.reshape(B, S, V), dim=1)
 
 
-@program()
-def einsum_with_ellipsis():
+@formula()
+def einsum_with_ellipsis(h, mask, w):
     """einsum('...d,vd->...v')"""
-
-    def encode(h, mask, w):
-        return pool(torch.einsum("...d,vd->...v", h, w), mask)
-
-    return encode, (hidden(), mask(), weight())
+    return pool(torch.einsum("...d,vd->...v", h, w), mask)
 
 
-@program()
-def einsum_transposed_output():
+@formula()
+def einsum_transposed_output(h, mask, w, b):
     """einsum that puts the sequence last."""
-
-    def encode(h, mask, w, b):
-        logits = torch.einsum("b s d, v d -> b v s", h, w) + b.view(1, -1, 1)
-        return torch.log1p(logits.relu() * mask.unsqueeze(1)).max(dim=2).values
-
-    return encode, (hidden(), mask(), weight(), bias())
+    logits = torch.einsum("b s d, v d -> b v s", h, w) + b.view(1, -1, 1)
+    return torch.log1p(logits.relu() * mask.unsqueeze(1)).max(dim=2).values
 
 
-@program()
-def bias_added_in_place():
+@encoder(bias=False, parts={"bias": lambda: nn.Parameter(torch.linspace(-1.0, 1.0, V))})
+def bias_added_in_place(self, h, mask):
     """logits += self.bias"""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__(bias=False)
-            self.bias = nn.Parameter(torch.linspace(-1.0, 1.0, V))
-
-        def forward(self, h, mask):
-            logits = self.decoder(h)
-            logits += self.bias
-            return pool(logits, mask)
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(h)
+    logits += self.bias
+    return pool(logits, mask)
 
 
-@program()
-def two_biases():
+@encoder(parts={"log_prior": lambda: nn.Buffer(torch.linspace(-2.0, 0.0, V))})
+def two_biases(self, h, mask):
     """A linear with a bias and a frequency prior on top of it."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("log_prior", torch.linspace(-2.0, 0.0, V))
-
-        def forward(self, h, mask):
-            return pool(self.decoder(h).add(self.log_prior), mask)
-
-    return Model(), (hidden(), mask())
+    return pool(self.decoder(h).add(self.log_prior), mask)
 
 
-@program()
-def scaled_weight():
+@formula(inputs={"scale": lambda: weight(V, 1).detach().squeeze(1).requires_grad_()})
+def scaled_weight(h, mask, w, scale):
     """F.linear(h, w * scale): the weight is computed, its parts get gradients."""
-
-    def encode(h, mask, w, scale):
-        return pool(F.linear(h, w * scale.unsqueeze(-1)), mask)
-
-    return encode, (hidden(), mask(), weight(), weight(V, 1).detach().squeeze(1).requires_grad_())
+    return pool(F.linear(h, w * scale.unsqueeze(-1)), mask)
 
 
 @program()
@@ -211,26 +150,21 @@ def weight_normalised():
     return Model(), (hidden(), mask())
 
 
-@program()
-def cosine_vocabulary():
+@formula()
+def cosine_vocabulary(h, mask, w):
     """Normalised tokens and vocabulary, times a fixed scale."""
-
-    def encode(h, mask, w):
-        logits = F.normalize(h, dim=-1) @ F.normalize(w, dim=-1).T * 20.0
-        return pool(logits, mask)
-
-    return encode, (hidden(), mask(), weight())
+    logits = F.normalize(h, dim=-1) @ F.normalize(w, dim=-1).T * 20.0
+    return pool(logits, mask)
 
 
-@program(modes=INFER)
-def dequantised_weight():
+def eight_bits():
+    return torch.arange(V * D).remainder(255).sub(127).view(V, D).to(torch.int8)
+
+
+@formula(modes=INFER, inputs={"w8": eight_bits, "scale": lambda: torch.full((V,), 0.01)})
+def dequantised_weight(h, mask, w8, scale):
     """An int8 weight with one scale a row, dequantised on the fly."""
-
-    def encode(h, mask, w8, scale):
-        return pool(F.linear(h, w8.to(h.dtype) * scale[:, None]), mask)
-
-    w8 = torch.arange(V * D).remainder(255).sub(127).view(V, D).to(torch.int8)
-    return encode, (hidden(), mask(), w8, torch.full((V,), 0.01))
+    return pool(F.linear(h, w8.to(h.dtype) * scale[:, None]), mask)
 
 
 @encoder()
@@ -239,48 +173,28 @@ def vocabulary_rows_sliced(self, h, mask):
     return pool(F.linear(h, self.decoder.weight[5:], self.decoder.bias[5:]), mask)
 
 
-@program()
-def padded_vocabulary():
+@encoder(parts={"decoder": lambda: nn.Linear(D, 40, bias=False)})
+def padded_vocabulary(self, h, mask):
     """A weight padded to a multiple of 8, the logits sliced back."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(23)
-            self.lm_head = nn.Linear(D, 40, bias=False)
-
-        def forward(self, h, mask):
-            return pool(self.lm_head(h)[:, :, :V], mask)
-
-    return Model(), (hidden(), mask())
+    return pool(self.decoder(h)[:, :, :V], mask)
 
 
-@program()
-def language_specific_head():
+@encoder(
+    parts={
+        "decoder": nn.Module,
+        "heads": lambda: nn.Parameter(torch.randn(3, V, D)),
+        "language": lambda: 1,
+    }
+)
+def language_specific_head(self, h, mask):
     """One projection a language, chosen by a Python attribute."""
-
-    class Model(nn.Module):
-        language = 1
-
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(24)
-            self.heads = nn.Parameter(torch.randn(3, V, D))
-
-        def forward(self, h, mask):
-            return pool(F.linear(h, self.heads[self.language]), mask)
-
-    return Model(), (hidden(), mask())
+    return pool(F.linear(h, self.heads[self.language]), mask)
 
 
-@program()
-def t5_scaled_hidden():
+@formula(inputs={"shared": weight})
+def t5_scaled_hidden(h, mask, shared):
     """T5 with tied embeddings: h * d ** -0.5 before the shared projection."""
-
-    def encode(h, mask, shared):
-        return pool(F.linear(h * (D**-0.5), shared), mask)
-
-    return encode, (hidden(), mask(), weight())
+    return pool(F.linear(h * (D**-0.5), shared), mask)
 
 
 @encoder(inputs=(hidden, hidden, hidden, hidden, mask))
@@ -296,15 +210,11 @@ def last_layers_summed_by_matmul_out(self, h, mask):
     return pool(self.decoder(self.project(h)), mask)
 
 
-@program(rewrites=4)
-def vocabulary_in_chunks():
+@formula(rewrites=4)
+def vocabulary_in_chunks(h, mask, w, b):
     """The vocabulary in four parts, concatenated: the poor man's fused head."""
-
-    def encode(h, mask, w, b):
-        parts = zip(w.split(10), b.split(10), strict=True)
-        return torch.cat([pool(F.linear(h, rows, own), mask) for rows, own in parts], dim=-1)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    parts = zip(w.split(10), b.split(10), strict=True)
+    return torch.cat([pool(F.linear(h, rows, own), mask) for rows, own in parts], dim=-1)
 
 
 @encoder(rewrites=B)
@@ -331,54 +241,42 @@ def single_query(self, h, mask):
     return (tokens(logits) * mask.squeeze(0).unsqueeze(-1)).max(dim=0).values
 
 
-@program()
-def passages_of_a_document():
+PASSAGES = (
+    lambda: hidden(shape=(B, 2, S, D)),
+    lambda: torch.stack([mask(), mask(lengths=(5, 7, 1))], dim=1),
+)
+
+
+@encoder(inputs=PASSAGES)
+def passages_of_a_document(self, h, mask):
     """[B, C, S, D]: the max over the tokens of every passage, then over the passages."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
-            return weights.amax(dim=2).amax(dim=1)
-
-    keep = torch.stack([mask(), mask(lengths=(5, 7, 1))], dim=1)
-    return Model(), (hidden(shape=(B, 2, S, D)), keep)
+    weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
+    return weights.amax(dim=2).amax(dim=1)
 
 
-@program("maybe", "the max over two dimensions at once")
-def passages_in_one_amax():
+@encoder("maybe", "the max over two dimensions at once", inputs=PASSAGES)
+def passages_in_one_amax(self, h, mask):
     """amax(dim=(1, 2)) over passages and tokens."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=(1, 2))
-
-    keep = torch.stack([mask(), mask(lengths=(5, 7, 1))], dim=1)
-    return Model(), (hidden(shape=(B, 2, S, D)), keep)
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=(1, 2))
 
 
-class SequenceFirst(Vocabulary):
-    """Layers of a model that has its tokens along the first axis, in front of the head."""
-
-    def __init__(self, pool):
-        super().__init__()
-        self.dense, self.norm, self.pool = nn.Linear(D, D), nn.LayerNorm(D), pool
-
-    def forward(self, h, mask):
-        x = h.transpose(0, 1).contiguous()
-        return self.pool(self.decoder(self.norm(F.gelu(self.dense(x)))), mask)
+LAYERS = {"dense": lambda: nn.Linear(D, D), "norm": lambda: nn.LayerNorm(D)}
 
 
-@program()
-def sequence_first_inside():
+@encoder(parts=LAYERS)
+def sequence_first_inside(self, h, mask):
     """The model turns its input around, and pools over the first axis."""
-    return SequenceFirst(lambda z, m: (tokens(z) * m.t()[..., None]).amax(0)), (hidden(), mask())
+    x = h.transpose(0, 1).contiguous()
+    logits = self.decoder(self.norm(F.gelu(self.dense(x))))
+    return (tokens(logits) * mask.t()[..., None]).amax(0)
 
 
-@program()
-def sequence_first_until_the_logits():
+@encoder(parts=LAYERS)
+def sequence_first_until_the_logits(self, h, mask):
     """The logits are turned back before they are pooled."""
-    turned = SequenceFirst(lambda z, m: (tokens(z.transpose(0, 1)) * m[..., None]).amax(1))
-    return turned, (hidden(), mask())
+    x = h.transpose(0, 1).contiguous()
+    logits = self.decoder(self.norm(F.gelu(self.dense(x)))).transpose(0, 1)
+    return (tokens(logits) * mask[..., None]).amax(1)
 
 
 @encoder(inputs=(lambda: hidden(shape=(S, B, D)), mask))
@@ -387,7 +285,7 @@ def sequence_first_terms_before_tokens(self, h, mask):
     return (tokens(self.decoder(h)).permute(2, 1, 0) * mask).amax(-1).t()
 
 
-@encoder("no_rewrite", "terms first, then a maximum over the batch")
+@encoder("no_rewrite", "over the batch: axis 0 is a sequence where", at=".amax(1)")
 def terms_first_over_the_batch(self, h, mask):
     """Which terms a batch has at each position."""
     return (tokens(self.decoder(h)) * mask[..., None]).permute(2, 0, 1).amax(1)
@@ -403,51 +301,29 @@ def sequence_first(self, h, mask):
     return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=0)
 
 
-@program("maybe", "unusual products: tensordot")
-def tensordot_product():
+@formula("maybe", "unusual products: tensordot")
+def tensordot_product(h, mask, w):
     """torch.tensordot(h, w, dims=([2], [1]))"""
-
-    def encode(h, mask, w):
-        return pool(torch.tensordot(h, w, dims=([2], [1])), mask)
-
-    return encode, (hidden(), mask(), weight())
+    return pool(torch.tensordot(h, w, dims=([2], [1])), mask)
 
 
-@program("maybe", "unusual products: inner")
-def inner_product():
+@formula("maybe", "unusual products: inner")
+def inner_product(h, mask, w):
     """torch.inner(h, w)"""
-
-    def encode(h, mask, w):
-        return pool(torch.inner(h, w), mask)
-
-    return encode, (hidden(), mask(), weight())
+    return pool(torch.inner(h, w), mask)
 
 
-@program("maybe", "unusual products: baddbmm")
-def batched_addition():
+@formula("maybe", "unusual products: baddbmm")
+def batched_addition(h, mask, w, b):
     """torch.baddbmm with an expanded bias and weight."""
-
-    def encode(h, mask, w, b):
-        return pool(torch.baddbmm(b, h, w.t().expand(h.size(0), -1, -1)), mask)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    return pool(torch.baddbmm(b, h, w.t().expand(h.size(0), -1, -1)), mask)
 
 
-@program("maybe", "a 1x1 convolution")
-def pointwise_convolution():
+@encoder("maybe", "a 1x1 convolution", parts={"decoder": lambda: nn.Conv1d(D, V, kernel_size=1)})
+def pointwise_convolution(self, h, mask):
     """nn.Conv1d(D, V, 1) on channels first."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(25)
-            self.conv = nn.Conv1d(D, V, kernel_size=1)
-
-        def forward(self, h, mask):
-            logits = self.conv(h.transpose(1, 2))
-            return (tokens(logits) * mask.unsqueeze(1)).amax(-1)
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(h.transpose(1, 2))
+    return (tokens(logits) * mask.unsqueeze(1)).amax(-1)
 
 
 @encoder(
@@ -460,29 +336,24 @@ def learned_logit_scale(self, h, mask):
     return pool(self.decoder(h) * self.logit_scale.exp(), mask)
 
 
-@program("maybe", "a scale a vocabulary entry: a column operand that may be negative")
-def scale_per_term():
+@formula(
+    "maybe",
+    "a scale a vocabulary entry: a column operand that may be negative",
+    inputs={"scale": bias},
+)
+def scale_per_term(h, mask, w, scale):
     """logits * scale[V]"""
-
-    def encode(h, mask, w, scale):
-        return pool(F.linear(h, w) * scale, mask)
-
-    return encode, (hidden(), mask(), weight(), bias())
+    return pool(F.linear(h, w) * scale, mask)
 
 
-@program("maybe", "two projections added: one matmul only after concatenation")
-def low_rank_adapter():
+@encoder(
+    "maybe",
+    "two projections added: one matmul only after concatenation",
+    parts={"down": lambda: nn.Linear(D, 2, bias=False), "up": lambda: nn.Linear(2, V, bias=False)},
+)
+def low_rank_adapter(self, h, mask):
     """LoRA on the decoder."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, V, bias=False)
-
-        def forward(self, h, mask):
-            return pool(self.decoder(h) + 0.5 * self.up(self.down(h)), mask)
-
-    return Model(), (hidden(), mask())
+    return pool(self.decoder(h) + 0.5 * self.up(self.down(h)), mask)
 
 
 @encoder(

@@ -9,6 +9,7 @@ import operator
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from corpus.splade_head.registry import (
     INFER,
@@ -126,81 +127,69 @@ def unbound_methods(logits, mask):
     return torch.Tensor.amax(weights * mask.unsqueeze(-1), dim=1)
 
 
-@program()
-def composed_functions():
+def compose(*functions):
+    return functools.reduce(lambda f, g: lambda *args: f(g(*args)), functions)
+
+
+@encoder()
+def composed_functions(self, h, mask):
     """A functional programmer: compose(pool, weigh, activate)."""
-
-    def compose(*functions):
-        return functools.reduce(lambda f, g: lambda *args: f(g(*args)), functions)
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            keep = functools.partial(torch.mul, mask.unsqueeze(-1))
-            pool = functools.partial(torch.amax, dim=1)
-            return compose(pool, keep, torch.log1p, torch.relu, self.decoder)(h)
-
-    return Model(), (hidden(), mask())
+    keep = functools.partial(torch.mul, mask.unsqueeze(-1))
+    pool = functools.partial(torch.amax, dim=1)
+    return compose(pool, keep, torch.log1p, torch.relu, self.decoder)(h)
 
 
-@program()
-def keyword_helper_and_dataclass():
+@dataclasses.dataclass
+class Sparse:
+    values: torch.Tensor
+    active: torch.Tensor
+
+
+def splade_max(*, logits, attention_mask, dim=1, eps=0.0):
+    weights = torch.log1p(torch.relu(logits) + eps)
+    values = (weights * attention_mask.unsqueeze(-1)).max(dim=dim).values
+    return Sparse(values=values, active=(values > 0).sum(-1))
+
+
+@encoder()
+def keyword_helper_and_dataclass(self, h, mask):
     """A helper with keyword-only arguments that returns a dataclass."""
-
-    @dataclasses.dataclass
-    class Sparse:
-        values: torch.Tensor
-        active: torch.Tensor
-
-    def splade_max(*, logits, attention_mask, dim=1, eps=0.0):
-        weights = torch.log1p(torch.relu(logits) + eps)
-        values = (weights * attention_mask.unsqueeze(-1)).max(dim=dim).values
-        return Sparse(values=values, active=(values > 0).sum(-1))
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return splade_max(attention_mask=mask, logits=self.decoder(h))
-
-    return Model(), (hidden(), mask())
+    return splade_max(attention_mask=mask, logits=self.decoder(h))
 
 
-@program()
-def masking_decorator():
+def masked(fn):
+    @functools.wraps(fn)
+    def wrapper(self, h, mask):
+        logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) < 1, -1e5)
+        return fn(self, logits)
+
+    return wrapper
+
+
+@encoder()
+@masked
+def masking_decorator(self, logits):
     """A decorator adds the mask to an unmasked pooling."""
+    return torch.relu(logits).log1p().amax(dim=1)
 
-    def masked(fn):
-        @functools.wraps(fn)
-        def wrapper(self, h, mask):
-            logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) < 1, -1e5)
-            return fn(self, logits)
 
-        return wrapper
+class Apply(nn.Module):
+    """A function as a layer."""
 
-    class Model(Vocabulary):
-        @masked
-        def forward(self, logits):
-            return torch.relu(logits).log1p().amax(dim=1)
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
 
-    return Model(), (hidden(), mask())
+    def forward(self, x):
+        return self.fn(x)
 
 
 @program()
 def sequential_modules():
     """nn.Sequential down to the pooling."""
-
-    class Log1p(nn.Module):
-        def forward(self, x):
-            return torch.log1p(x)
-
-    class MaxOverTime(nn.Module):
-        def __init__(self, dim):
-            super().__init__()
-            self.dim = dim
-
-        def forward(self, x):
-            return x.max(dim=self.dim).values
-
-    decoder = Vocabulary().decoder
-    return nn.Sequential(decoder, nn.ReLU(inplace=True), Log1p(), MaxOverTime(1)), (hidden(),)
+    pool = Apply(lambda x: x.max(dim=1).values)
+    layers = Vocabulary().decoder, nn.ReLU(inplace=True), Apply(torch.log1p), pool
+    return nn.Sequential(*layers), (hidden(),)
 
 
 @encoder(parts={"dropout": lambda: nn.Dropout(0.0)})
@@ -313,31 +302,21 @@ def shape_readers(logits, mask):
     return pooled.view(batch, vocabulary) / length
 
 
-@program(modes=TRAIN)
-def checkpointed_head():
+@encoder(modes=TRAIN)
+def checkpointed_head(self, h, mask):
     """torch.utils.checkpoint around the head: memory was the problem all along."""
-    from torch.utils.checkpoint import checkpoint
 
-    class Model(Vocabulary):
-        def pool(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
+    def pool(h, mask):
+        return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
 
-        def forward(self, h, mask):
-            return checkpoint(self.pool, h, mask, use_reentrant=False)
-
-    return Model(), (hidden(), mask())
+    return checkpoint(pool, h, mask, use_reentrant=False)
 
 
-@program(modes=INFER)
-def no_grad_method():
+@encoder(modes=INFER)
+@torch.no_grad()
+def no_grad_method(self, h, mask):
     """encode() under @torch.no_grad()."""
-
-    class Model(Vocabulary):
-        @torch.no_grad()
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(), (hidden(), mask())
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
 
 
 @program(modes=INFER)
@@ -496,18 +475,14 @@ def thresholded_tokens(logits, mask):
     return (weights * mask.unsqueeze(-1)).amax(1)
 
 
-@program("maybe", "vmap hides the batch dimension", INFER)
-def vmapped_head():
+@encoder("maybe", "vmap hides the batch dimension", INFER)
+def vmapped_head(self, h, mask):
     """torch.vmap over the sequences of a batch."""
 
-    class Model(Vocabulary):
-        def one(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(0)
+    def one(h, mask):
+        return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(0)
 
-        def forward(self, h, mask):
-            return torch.vmap(self.one)(h, mask)
-
-    return Model(), (hidden(), mask())
+    return torch.vmap(one)(h, mask)
 
 
 @encoder("maybe", "one logits tensor reduced in slices of the sequence")

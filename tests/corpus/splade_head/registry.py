@@ -84,16 +84,22 @@ def ids() -> Tensor:
     return words * mask()
 
 
+formula = GROUP.formulas(h=hidden, mask=mask, w=weight, b=bias)
+"""Register a function of some of h, mask, w and b, or of what `inputs` names."""
+
+
 def encoder(
     *how: Any,
     inputs: Iterable[Callable[[], Any]] = (hidden, mask),
     parts: Mapping[str, Callable[[], Any]] = {},
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
     """Register `forward(self, *inputs)` of a model with a vocabulary linear, `self.decoder`, and what `parts` make."""
 
     def make(forward: Callable) -> tuple:
-        model = type("Model", (Vocabulary,), {"forward": forward})()
+        model = type("Model", (Vocabulary,), {"forward": forward})(bias, dtype)
         for name, make in parts.items():
             setattr(model, name, make())
         return model, tuple(make() for make in inputs)

@@ -1,10 +1,11 @@
-"""Sparse scoring as public repositories and libraries write it, and its near misses.
+"""Sparse scoring as public repositories write it, and its near misses.
 
 Written anew from the op sequence seen in the named source; nothing is copied. 30 documents, 20 terms, 3 queries.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus.case import Group
+from corpus.sparse_scores.registry import GROUP, INFER, TRAIN, program
 
 N, V, Q, K, T = 30, 20, 3, 5, 8
-GROUP = Group("published.sparse_scores", pattern="sparse_scores")
 
 
 def _matrix() -> Tensor:
@@ -119,28 +119,10 @@ def padded_scatter_add_by_row(s, ids, w):
     return torch.zeros(ids.size(0), N).scatter_add(1, rows, parts).topk(K, dim=1)
 
 
-@case("ELLPACK rows, one query", one_query)
-def padded_rows_one_query(s, q):
-    return (q[s.ids] * s.weights).sum(-1).topk(K)
-
-
-@case("ELLPACK rows, einsum", batch)
-def padded_rows_einsum(s, q):
-    return torch.einsum("qnl,nl->qn", q[:, s.ids], s.weights).topk(K, dim=1)
-
-
 @case("thongnt99/lsr utils/sparse_rep.py (cross_dot)", batch)
 def lsr_cross_dot(s, q):
     picked = q.gather(1, s.ids.view(1, -1).expand(q.size(0), -1)).view(q.size(0), N, -1)
     return s.weights.unsqueeze(-2).bmm(picked.permute(1, 2, 0)).squeeze(1)
-
-
-@case("embedding_bag over the rows, the queries as its table", batch)
-def bags_of_rows(s, q):
-    bags = F.embedding_bag(
-        s.terms, q.t().contiguous(), offsets=s.crow[:-1], mode="sum", per_sample_weights=s.dvals
-    )
-    return bags.t().topk(K, dim=1)
 
 
 @case("einsum with an ellipsis for whatever comes first", batch)
@@ -159,37 +141,9 @@ def counted_terms(s, q):
     return (q[:, s.ids].float() * s.weights).sum(-1).topk(K)
 
 
-@case("torch.index_add", one_query)
-def index_add_out_of_place(s, q):
-    return torch.index_add(torch.zeros(N), 0, s.row, q[s.terms] * s.dvals).topk(K)
-
-
 @case("index_add_ with sizes that change", one_query, dynamic=True)
 def index_add_dynamic(s, q):
     return torch.zeros(N).index_add_(0, s.row, q[s.terms] * s.dvals).topk(K)
-
-
-@case("scatter_add over [Q, nnz]", batch)
-def scatter_add_batch(s, q):
-    rows = s.row.expand(Q, -1)
-    return torch.zeros(Q, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals).topk(K, dim=1)
-
-
-@case("scatter_reduce", one_query)
-def scatter_reduce_sum(s, q):
-    scores = torch.zeros(N).scatter_reduce(0, s.row, q[s.terms] * s.dvals, reduce="sum")
-    return scores.topk(K)
-
-
-@case("torch.segment_reduce", one_query)
-def segment_reduce_offsets(s, q):
-    return torch.segment_reduce(q[s.terms] * s.dvals, "sum", offsets=s.crow).topk(K)
-
-
-@case("prefix sums and their differences", one_query)
-def prefix_sum_differences(s, q):
-    sums = torch.cat([torch.zeros(1), (q[s.terms] * s.dvals).cumsum(0)])
-    return (sums[s.crow[1:]] - sums[s.crow[:-1]]).topk(K)
 
 
 @case("fp16 values", one_query, precision=torch.float16)
@@ -211,38 +165,44 @@ def postings_looked_up_flat(s, ids, w):
     return acc[:, :N].topk(K, dim=1)
 
 
-NEVER: dict[str, Any] = {"expect": "no_rewrite"}
+never = functools.partial(case, expect="no_rewrite")
 
 
-@case(
+@never(
     "a row more than queries",
     padded_terms,
-    why="what is left is not [Q, N]",
-    **NEVER,
+    why="rows that belong to no query",
+    at="acc.scatter_add_(",
 )
 def postings_and_a_row_to_spare(s, ids, w):
     acc = torch.zeros(Q + 1, N + 1)
     return acc.scatter_add_(1, s.pdocs[ids].flatten(1), (s.pvals[ids] * w[..., None]).flatten(1))
 
 
-@case("a row more than queries", batch, why="what is left is not [Q, N]", **NEVER)
+@never(
+    "a row more than queries", batch, why="rows that belong to no query", at="scatter_add_(1, rows"
+)
 def scatter_and_a_row_to_spare(s, q):
     rows = s.row.expand(Q, -1)
     return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
 
 
-@case("8-bit impacts in postings", padded_terms)
-def postings_of_eight_bits(s, ids, w):
-    parts = (s.pvals * 100).to(torch.int8)[ids].float() * w[..., None]
-    return torch.zeros(Q, N + 1).scatter_add_(1, s.pdocs[ids].flatten(1), parts.flatten(1))
-
-
-@case("8-bit products", lambda: ((queries() * 255).byte(),), why="they wrap", **NEVER)
+@never(
+    "8-bit products",
+    lambda: ((queries() * 255).byte(),),
+    why="the products are torch.uint8",
+    at="q[:, s.ids]",
+)
 def products_of_eight_bits(s, q):
     return (q[:, s.ids] * (s.weights * 255).byte()).float().sum(-1)
 
 
-@case("a selection of edges", lambda: (torch.arange(0, 40, 2),), why="no lists, no query", **NEVER)
+@never(
+    "a selection of edges",
+    lambda: (torch.arange(0, 40, 2),),
+    why="no document weights",
+    at="index_add_(",
+)
 def weights_of_some_edges(s, some):
     return torch.zeros(N).index_add_(0, s.row[some], s.dvals[some])
 
@@ -298,29 +258,13 @@ def sparse_mm(s, q):
     return torch.sparse.mm(s.csr(), q.t()).t().topk(K, dim=1)
 
 
-@case("naver/bergen: the query made sparse", batch, expect="maybe", why=SPARSE)
-def bergen_sparse_query(s, q):
-    return torch.sparse.mm(q.to_sparse(), s.dense.t()).to_dense().topk(K, dim=1)
-
-
-@case("SPARe: a sparse query made dense", terms_of_one, expect="maybe", why=SPARSE)
-def spare_dense_query(s, ids, w):
-    q = torch.sparse_coo_tensor(ids.unsqueeze(0), w, (V,)).to_dense()
-    return torch.topk(s.csr() @ q, k=K)
-
-
-@case("dense retrieval", batch, why="a dense product", **NEVER)
+@never("dense retrieval", batch, why="a dense product")
 def dense_product(s, q):
     return (q @ s.dense.t()).topk(K, dim=1)
 
 
-@case("message passing", lambda: (torch.randn(N, 4),), why="rows of features", **NEVER)
-def message_passing(s, x):
-    return torch.zeros(N, 4).index_add_(0, s.row, x[s.terms] * s.dvals[:, None])
-
-
-@case("mixture of experts", lambda: (torch.randn(6, 4),), why="rows of activations", **NEVER)
-def expert_combine(s, x):
+@never("mixture of experts", lambda: (torch.randn(6, 4),), why="rows of activations")
+def activations_combined(s, x):
     tokens = torch.tensor([0, 1, 2, 0, 5, 3])
     return torch.zeros(6, 4).index_add_(0, tokens, x * s.dvals[:6, None])
 
@@ -329,11 +273,6 @@ def expert_combine(s, x):
 def saturated_inside(s, q):
     parts = s.vals * 2.2 / (s.vals + q[:1].abs() + s.docs)
     return torch.zeros(N).index_add_(0, s.docs, parts).topk(K)
-
-
-@case("a second stage added to the first", one_query, why="the accumulator is not zero", **NEVER)
-def accumulate_into_prior(s, q):
-    return q.new_ones(N).index_add_(0, s.row, q[s.terms] * s.dvals).topk(K)
 
 
 class Biases(nn.Module):
@@ -360,24 +299,28 @@ def _features() -> tuple[Tensor]:
     return (torch.rand(N, T, generator=torch.Generator().manual_seed(3)),)
 
 
-for _option, _why in (
-    ({"padding_idx": 0}, "one entry gets no gradient"),
-    ({"scale_grad_by_freq": True}, "the gradient is divided by how often an entry is read"),
-):
-    GROUP.add(
-            f"embedding_with_{next(iter(_option))}", "recsys: linear part of DeepFM, xDeepFM, wide & deep",
-            lambda option=_option: (Biases(**option), _features()),
-            "no_rewrite", _why, training=True,
-        )  # fmt: skip
-for _training in (False, True):
-    GROUP.add(
-            "linear_part_squeezed" + ("__train" if _training else "__infer"), "recsys: linear part of DeepFM",
-            lambda: (Squeezed(), _features()), training=_training,
-        )  # fmt: skip
-GROUP.add(
-        "embedding_with_padding_idx__infer", "the same, served: padding_idx is about gradients alone",
-        lambda: (Biases(padding_idx=0), _features()),
-    )  # fmt: skip
+@program("no_rewrite", "padding_idx keeps the gradient", TRAIN, at="self.weight(self.ids)")
+def embedding_with_padding_idx():
+    """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
+    return Biases(padding_idx=0), _features()
+
+
+@program("no_rewrite", "divides the gradient", TRAIN, at="self.weight(self.ids)")
+def embedding_with_scale_grad_by_freq():
+    """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
+    return Biases(scale_grad_by_freq=True), _features()
+
+
+@program(modes=INFER)
+def embedding_with_padding_idx_served():
+    """padding_idx is about gradients alone"""
+    return Biases(padding_idx=0), _features()
+
+
+@program()
+def linear_part_squeezed():
+    """recsys: linear part of DeepFM"""
+    return Squeezed(), _features()
 
 
 class ReusedBuffer(Index):
@@ -394,28 +337,7 @@ def _reused(s: Any, q: Tensor) -> Any:
     return s.scores.topk(K)
 
 
-GROUP.add(
-        "accumulator_kept_in_a_buffer", "GPU BM25 scorers that allocate their scores once",
-        lambda: (ReusedBuffer(_reused), one_query()),
-        "no_rewrite", "whoever reads the buffer later wants the scores in it",
-    )  # fmt: skip
-
-
-class Learnt(nn.Module):
-    """Document weights with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        top = _matrix().topk(9, dim=1)
-        self.register_buffer("ids", top.indices.clone())
-        self.weights = nn.Parameter(top.values.clone())
-
-    def forward(self, q: Tensor) -> Tensor:
-        return (q[:, self.ids] * self.weights).sum(-1)
-
-
-GROUP.add(
-        "learnt_document_weights", "training of document weights",
-        lambda: (Learnt(), (queries().requires_grad_(),)),
-        "no_rewrite", "gradients of the weights", training=True,
-    )  # fmt: skip
+@program("no_rewrite", "the accumulator is the caller's", INFER, at="s.scores.index_add_(")
+def accumulator_kept_in_a_buffer():
+    """GPU BM25 scorers that allocate their scores once: whoever reads the buffer later wants them in it"""
+    return ReusedBuffer(_reused), one_query()

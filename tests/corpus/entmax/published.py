@@ -1,0 +1,234 @@
+"""Entmax attention as public repositories and libraries write it, each with its source.
+
+The library clients (`lib_*`) are tiny models with random weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corpus.entmax.registry import BOTH, GROUP, INFER, SCALE, B, D, H, L, attention, normal, qkv
+
+entmax = pytest.importorskip("entmax")
+maybe = functools.partial(attention, "maybe", modes=INFER)
+near_miss = functools.partial(attention, "no_rewrite", modes=INFER)
+
+
+@maybe("the heads have to be assembled again", pattern="entmax")
+def per_head_loop(q, k, v, mask):
+    """a Python loop over heads, each with an alpha, stacked"""
+    alpha, z = torch.linspace(1.3, 1.7, H), q @ k.mT * SCALE
+    each = [entmax.entmax_bisect(z[:, h], alpha=alpha[h], dim=-1) for h in range(H)]
+    return torch.stack(each, 1) @ v
+
+
+@attention(autocast=torch.bfloat16, precision=torch.bfloat16)
+def entmax15_under_autocast(q, k, v, mask):
+    """the package's function, not its module"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@maybe("a bias through baddbmm", inputs=lambda: (*qkv(), normal((B * H, 1, L), 7)))
+def alibi_by_baddbmm(q, k, v, slopes):
+    """BLOOM"""
+    q, k, v = (t.reshape(-1, L, D) for t in (q, k, v))
+    z = torch.baddbmm(slopes, q, k.transpose(1, 2), beta=1.0, alpha=SCALE)
+    return torch.bmm(entmax.entmax15(z, dim=-1), v)
+
+
+@maybe("one rewrite a block", rewrites=3)
+def query_blocks(q, k, v, mask):
+    """attention in blocks of queries"""
+    parts = [entmax.entmax15(part @ k.mT * SCALE, dim=-1) @ v for part in q.split(3, dim=2)]
+    return torch.cat(parts, 2)
+
+
+def bisect_midpoint(z, alpha=1.5, steps=24):
+    """From below the smallest score: with a score of -1e9 among them, 24 steps do not get far."""
+    z = (alpha - 1.0) * (z - z.amax(-1, keepdim=True))
+    low, high = z.amin(-1, keepdim=True) - 1.0, z.amax(-1, keepdim=True)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        p = torch.clamp(z - middle, min=0).pow(1 / (alpha - 1))
+        above = p.sum(-1, keepdim=True) > 1.0
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    p = torch.clamp(z - high, min=0).pow(1 / (alpha - 1))
+    return p / p.sum(-1, keepdim=True).clamp_min(1e-12)
+
+
+def bisect_half_square(z, steps=30):
+    """(0.5 * (z - tau)) ** 2 with tau in [max - 2, max]"""
+    z = z - z.max(-1, keepdim=True).values
+    low, high = torch.full_like(z[..., :1], -2.0), torch.zeros_like(z[..., :1])
+    for _ in range(steps):
+        tau = 0.5 * (low + high)
+        above = torch.clamp(0.5 * (z - tau), min=0).square().sum(-1, keepdim=True) >= 1
+        low, high = torch.where(above, tau, low), torch.where(above, high, tau)
+    return torch.clamp(0.5 * (z - low), min=0).square()
+
+
+def bisect_early_exit(z, steps=50, enough=1e-6):
+    """Looks at the interval on the host, whose .item() breaks the graph."""
+    z = 0.5 * (z - z.amax(-1, keepdim=True))
+    low, high = z.amax(-1, keepdim=True) - 1.0, z.amax(-1, keepdim=True)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        above = torch.clamp(z - middle, min=0).square().sum(-1, keepdim=True) >= 1.0
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        if (high - low).abs().max().item() < enough:
+            break
+    return torch.clamp(z - low, min=0).square()
+
+
+for transform, modes in (
+    (bisect_midpoint, BOTH),
+    (bisect_half_square, INFER),
+    (bisect_early_exit, INFER),
+):
+
+    def attend(q, k, v, mask, transform=transform):
+        scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+        return transform(scores) @ v
+
+    attend.__name__, attend.__doc__ = transform.__name__, transform.__doc__
+    attention("maybe", "may not find the threshold", modes)(attend)
+
+
+@near_miss("softmax")
+def scaled_dot_product_attention(q, k, v, mask):
+    """torch's own"""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+
+
+@near_miss("also read by eq", at="(p == 0)")
+def sparsity_statistics(q, k, v, mask):
+    """RoBERTa of the AdaSplash experiments"""
+    p = entmax.entmax15((q @ k.mT).masked_fill(~mask[:, None, None], -1e9), dim=-1)
+    return p @ v, ((p == 0) & mask[:, None, None]).sum(-1).float().mean()
+
+
+@attention("no_rewrite", "Fenchel-Young loss", at="entmax15_loss(")
+def fenchel_young_loss(q, k, v, mask):
+    """entmax15_loss"""
+    return entmax.entmax15_loss(q.reshape(-1, D), torch.zeros(B * H * L, dtype=torch.long)).sum()
+
+
+@near_miss("no matmul")
+def tabnet(q, k, v, mask):
+    """sparsemax over features times a prior"""
+    p = entmax.sparsemax(q * k, dim=-1)
+    return p * v, p
+
+
+@maybe("eight steps, not renormalised")
+def attention_not_renormalised(q, k, v, mask):
+    """ensure_sum_one=False"""
+    return entmax.entmax_bisect(q @ k.mT, alpha=1.5, n_iter=8, ensure_sum_one=False) @ v
+
+
+@near_miss("multiplied by 1", at="F.relu(z - (")
+def attention_of_wrong_scale(q, k, v, mask):
+    """relu(z - max + 1) ** 2 normalised"""
+    z = q @ k.mT
+    p = F.relu(z - (z.amax(-1, keepdim=True) - 1.0)).square()
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+def interface(kind: str) -> Callable[..., Any]:
+    """An attention function for transformers' AttentionInterface."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (
+                t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(t.shape[0], -1, *t.shape[2:])
+                for t in (key, value)
+            )
+        z = torch.matmul(query, key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5)
+        if attention_mask is not None:
+            z = z + attention_mask[..., : key.shape[-2]]
+        p = getattr(entmax, kind)(z.float(), dim=-1).to(query.dtype)
+        p = F.dropout(p, p=dropout, training=module.training)
+        return torch.matmul(p, value).transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+class Transformer(nn.Module):
+    """A tiny model of transformers whose attention function is `interface(kind)`."""
+
+    def __init__(self, which: str, kind: str, layers: int = 1):
+        super().__init__()
+        import transformers
+        from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+        name = f"corpus_{kind}"
+        transformers.AttentionInterface.register(name, interface(kind))
+        AttentionMaskInterface.register(name, eager_mask)
+        sizes: dict[str, Any] = {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "attn_implementation": name,
+        }
+        still: dict[str, Any] = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        torch.manual_seed(0)
+        match which:
+            case "llama":
+                config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, use_cache=False)
+                self.model = transformers.LlamaModel(config)
+            case "bert":
+                self.model = transformers.BertModel(transformers.BertConfig(**sizes, **still))
+            case "roberta":
+                config = transformers.RobertaConfig(**sizes, **still, pad_token_id=0)
+                self.model = transformers.RobertaModel(config)
+            case "modernbert":
+                special = {
+                    "pad_token_id": 0,
+                    "bos_token_id": 2,
+                    "eos_token_id": 3,
+                    "cls_token_id": 2,
+                    "sep_token_id": 3,
+                }
+                config = transformers.ModernBertConfig(**sizes, **special)
+                self.model = transformers.ModernBertModel(config)
+            case "gpt2":
+                config = transformers.GPT2Config(
+                    vocab_size=64, n_embd=16, n_inner=32, n_layer=layers, n_head=2, n_positions=64,
+                    use_cache=False, attn_implementation=name, attn_pdrop=0.0, resid_pdrop=0.0,
+                    embd_pdrop=0.0,
+                )  # fmt: skip
+                self.model = transformers.GPT2Model(config)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask)[0]
+
+
+def token_ids() -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, L]; the first sequence is shorter."""
+    torch.manual_seed(3)
+    ids = torch.randint(5, 60, (B, L))
+    mask = torch.ones(B, L, dtype=torch.int64)
+    mask[0, 4:] = 0
+    return ids, mask
+
+
+for which in ("llama", "bert", "roberta", "gpt2", "modernbert"):
+
+    def client(which=which):
+        return Transformer(which, "entmax15"), token_ids()
+
+    client.__name__ = f"lib_{which}"
+    client.__doc__ = f"transformers' AttentionInterface with a tiny {which}"
+    GROUP.program(requires=("transformers",))(client)

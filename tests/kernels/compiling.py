@@ -1,0 +1,45 @@
+"""Kernels compiled for a GPU that need not be there, in a process in which the interpreter is off."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from processes import ROOT, TESTS, python
+
+
+def compiled(
+    kernel: Any,
+    types: Iterable[str],
+    constants: dict[str, Any],
+    *,
+    of: Callable[..., Any] = ASTSource,
+    capability: int = 90,
+    is_round: Callable[[str], bool] = lambda name: name.startswith("stride"),
+    **options: Any,
+) -> Any:
+    """types: of the arguments that are no constants, in their order. Addresses are multiples of 16, as they are at a
+    launch, and so are the numbers of which `is_round` says so: vector loads change what a kernel needs."""
+    given = iter(types)
+    signature = {a: "constexpr" if a in constants else next(given) for a in kernel.arg_names}
+    places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, a in enumerate(kernel.arg_names)
+        if signature[a] != "constexpr" and (signature[a].startswith("*") or is_round(a))
+    }
+    source = of(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def run_compiled(file: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a test's file as a script that compiles."""
+    path = (ROOT, TESTS, Path(__file__).parent)
+    without = ["TRITON_INTERPRET"]
+    return python(file, *arguments, path=path, without=without, timeout=500, **variables)

@@ -1,0 +1,48 @@
+"""Python in processes of its own, and threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+
+def python(
+    *arguments: Any,
+    cwd: Path = ROOT,
+    path: Iterable[Path] = (ROOT, TESTS),
+    without: Iterable[str] = (),
+    check: bool = True,
+    timeout: float = 300,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these modules on its path, these variables and `without` those; it has to succeed if `check`."""
+    env = {name: value for name, value in os.environ.items() if name not in {*without}}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done
+
+
+@contextlib.contextmanager
+def threads(*works: Callable[[], Any]) -> Iterator[None]:
+    """Each work in a thread, from here to the end of the block or longer."""
+    running = [threading.Thread(target=work) for work in works]
+    for thread in running:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in running:
+            thread.join()
