@@ -333,6 +333,23 @@ def test_where_nothing_runs_nothing_is_decided(shape):
     assert [p.measured for p in sparse_inductor.report().pending] == [None, None]
 
 
+@pytest.mark.parametrize("counting", ["looks_often", "popular_apart"])
+def test_a_block_that_some_calls_give_no_rows(counting, request):
+    """An expert that no token chose, a batch that is empty: nothing is known of how many rows there will be."""
+    request.getfixturevalue(counting)
+    blocks = inactive(Blocks(), 0)
+
+    class Chosen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return blocks(x[x[:, 0] > 0])
+
+    inputs = [torch.ones(4, 8).index_fill_(0, torch.arange(n), -1) for n in (0, 4, 2, 1, 4, 3, 0)]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert changes(Chosen(), inputs, fullgraph=True)[0] >= 1
+    torch._dynamo.reset()
+    changes(blocks, map(torch.ones, [(2, 5, 8), (3, 7, 8), (0, 5, 8), (0, 6, 8), (1, 4, 8)]))
+
+
 @pytest.mark.usefixtures("popular_apart")
 @pytest.mark.parametrize(
     ("shape", "dynamic"), [((4, 25, 8), None), ((100, 8), True), ((2, 3, 50, 8), True)]

@@ -289,9 +289,11 @@ def _count(site: Site, sparse: Sparse) -> fx.Node:
     number = _rows_counted(_value(sparse), sparse.dim) if site.apart is None else 2 * ROWS
     numbers = e.call(torch.arange, number, device=fake(t).device)
     spaced = e.call(operator.mul, numbers, e.size(rows, 0))
-    some = e.call(operator.getitem, rows, e.call(operator.floordiv, spaced, number))
-    active = e.call(torch.gt if sparse.positive else torch.ne, some, 0)
+    active = e.call(torch.gt if sparse.positive else torch.ne, rows, 0)
     counted = e.call(operator.add, active, ELEMENT)
+    # A row of zeros behind the last is read where there are no rows.
+    counted = e.call(torch.nn.functional.pad, counted, (0, 0, 0, 1))
+    counted = e.call(operator.getitem, counted, e.call(operator.floordiv, spaced, number))
     if site.apart is None:
         return e.method("sum", counted, 1)
     halves = e.method("view", counted, ROWS, 2, row)
