@@ -299,7 +299,7 @@ def changes(model: nn.Module, inputs, **how) -> tuple[int, int]:
 def test_a_module_is_what_it_was():
     model = inactive(Blocks())
     names = [*model.state_dict()], [*dict(model.named_buffers())]
-    assert changes(model, [torch.ones(3, 8)] * 7, fullgraph=True) == (2, 2)
+    assert changes(model, [torch.ones(3, 8)] * 8, fullgraph=True) == (2, 2)
     assert names == ([*model.state_dict()], [*dict(model.named_buffers())])
     pickle.dumps(model)
     copy.deepcopy(model)
@@ -311,7 +311,7 @@ def test_a_module_is_what_it_was():
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_change(dynamic):
-    inputs = [torch.ones(3 + i % 4, 8) for i in range(9)]
+    inputs = [torch.ones(3 + i % 4, 8) for i in range(12)]
     assert changes(inactive(Blocks()), inputs, dynamic=dynamic)[0] == 2
 
 
@@ -322,15 +322,34 @@ def test_the_share_is_that_of_every_row(shape, dynamic):
     with torch.no_grad():
         for up in model.ups:
             up.bias.copy_(torch.tensor([-50.0, 50.0, 50.0, 50.0]).repeat(10))
-    assert changes(model, [torch.ones(shape)] * 7, dynamic=dynamic) == (0, 1)
+    assert changes(model, [torch.ones(shape)] * 8, dynamic=dynamic) == (0, 1)
     assert [p.measured for p in sparse_inductor.report().pending] == [0.75, 0.75]
 
 
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
 def test_where_nothing_runs_nothing_is_decided(shape):
-    assert changes(Blocks(), [torch.ones(shape)] * 7) == (0, 1)
+    assert changes(Blocks(), [torch.ones(shape)] * 8) == (0, 1)
     assert [p.measured for p in sparse_inductor.report().pending] == [None, None]
+
+
+@pytest.mark.parametrize("counting", ["looks_often", "popular_apart"])
+def test_a_block_that_some_calls_give_no_rows(counting, request):
+    """An expert that no token chose, a batch that is empty: nothing is known of how many rows there will be."""
+    request.getfixturevalue(counting)
+    blocks = inactive(Blocks(), 0)
+
+    class Chosen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return blocks(x[x[:, 0] > 0])
+
+    inputs = [
+        torch.ones(4, 8).index_fill_(0, torch.arange(n), -1) for n in (0, 4, 2, 1, 4, 3, 0, 2)
+    ]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert changes(Chosen(), inputs, fullgraph=True)[0] >= 1
+    torch._dynamo.reset()
+    changes(blocks, map(torch.ones, [(2, 5, 8), (3, 7, 8), (0, 5, 8), (0, 6, 8), (1, 4, 8)]))
 
 
 @pytest.mark.usefixtures("popular_apart")
@@ -342,7 +361,7 @@ def test_popular_neurons_of_any_shape(shape, dynamic):
     with torch.no_grad():
         for up in model.ups:
             up.bias.copy_(torch.tensor([50.0, *[-50.0] * 9]).repeat(4))
-    assert changes(model, [torch.ones(shape)] * 7, dynamic=dynamic)[0] == 2
+    assert changes(model, [torch.ones(shape)] * 8, dynamic=dynamic)[0] == 2
     assert not sparse_inductor.report().pending
 
 
@@ -364,7 +383,7 @@ def test_a_default_device_is_none_of_the_profiles():
         sites = [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5, counters=2)]
         one = profile.Profile(sites, torch.device("cpu"))
         one.counters[0] += 4 * profile.ELEMENT + torch.tensor([0, 1], device="cpu")
-        for _ in range(6):
+        for _ in range(7):
             one.accepts((None,))
     assert sites[0].share == 1 / 8 and one.version == (0,)
 
@@ -372,7 +391,7 @@ def test_a_default_device_is_none_of_the_profiles():
 @pytest.mark.usefixtures("looks_often")
 def test_what_was_counted_before_a_reset_does_not_count():
     """Dynamo compiles one and the same frame around every nn.Sequential."""
-    inputs = [torch.ones(3, 8)] * 7
+    inputs = [torch.ones(3, 8)] * 8
     assert changes(nn.Sequential(Blocks()), inputs)[0] == 0
     torch._dynamo.reset()
     with torch.no_grad():
@@ -382,7 +401,7 @@ def test_what_was_counted_before_a_reset_does_not_count():
 
 @pytest.mark.usefixtures("looks_often")
 def test_blocks_at_one_line_are_told_apart():
-    assert changes(inactive(Blocks(), 1), [torch.ones(3, 8)] * 7) == (1, 2)
+    assert changes(inactive(Blocks(), 1), [torch.ones(3, 8)] * 8) == (1, 2)
     (written,) = sparse_inductor.report().pending
     assert written.measured is not None and written.measured > 0.2
 
@@ -415,10 +434,29 @@ def test_what_runs_again_in_the_backward_is_not_counted():
     assert "within a checkpoint" in report.pending[0].reason
 
 
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_checkpoint_computes_again_what_it_computed(calls, monkeypatch):
+    """A decision falls in the forward, or when it is computed again; several calls wait for one backward."""
+    monkeypatch.setattr(profile, "LOOKS", (3,))
+    model, reference = inactive(Blocks()), inactive(Blocks())
+    report = sparse_inductor.report()
+    report.clear()
+    sparse_inductor.enable(only="relu_ffn")
+    compiled = compile_without_codegen(model)
+    for _ in range(10):
+        inputs = [torch.randn(3, 8) for _ in range(calls)]
+        sum(checkpoint(compiled, x, use_reentrant=False).square().sum() for x in inputs).backward()
+        sum(reference(x).square().sum() for x in inputs).backward()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert len(report.rewrites) == 2
+
+
 @pytest.mark.heavy
 @pytest.mark.usefixtures("looks_often")
 def test_what_dynamo_forgets_is_forgotten():
-    assert changes(inactive(Blocks()), [torch.ones(3, 8)] * 7) == (2, 2)
+    assert changes(inactive(Blocks()), [torch.ones(3, 8)] * 8) == (2, 2)
     compat.reset_dynamo()
     assert changes(inactive(Blocks()), [torch.ones(3, 8)]) == (0, 1)
 

@@ -65,6 +65,7 @@ from .runtime import (
     asked_for_shapes,
     autograd_on,
     below_autograd,
+    checkpoint_under_way,
     clamp_has_a_slope_at_its_bounds,
     computes_as_tensors_do,
     coo_entries,

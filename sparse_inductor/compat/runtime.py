@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,6 +95,21 @@ def unobserved() -> Iterator[bool]:
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with hooks, _disable_current_modes():
         yield own
+
+
+def checkpoint_under_way() -> Any:
+    """The checkpoint (`use_reentrant=False`) that what is called now is part of, the same object in its forward and
+    when that is computed again; None outside."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return None
+    pack = inspect.unwrap(hooks[0])
+    if not inspect.isfunction(pack):
+        return None
+    held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
+    if "frame" in held:
+        return held["frame"].cell_contents
+    return held["target_frame_ref"].cell_contents() if "target_frame_ref" in held else None
 
 
 def symbolic_sizes() -> contextlib.AbstractContextManager[None]:

@@ -4,10 +4,10 @@ A watched block runs as written. Beside it the graph adds the active elements of
 counters, in one kernel of Inductor's: a single sum would take two, and a third to write it into its place. A guard of
 the compiled code asks the profile at each call whether the code is still the one to run (`Profile.accepts`), which is
 where the counters are read, at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten,
-the guard fails, Dynamo compiles the frame anew, and the pass finds the profile again. Code compiled before is kept by
-Dynamo and used again without compiling when its guard holds again.
+the guard fails at the next call, Dynamo compiles the frame anew, and the pass finds the profile again. Code compiled
+before is kept by Dynamo and used again without compiling when its guard holds again.
 
-A rewritten block is not counted; every `RECHECK` calls the code as written runs once instead.
+A rewritten block is not counted; every `RECHECK` calls the code as written runs twice instead.
 
 Nothing changes where the program says that it must not be compiled anew (`set_stance`, `error_on_recompile`), or where
 Dynamo holds half as many versions of the frame as it keeps: what is left belongs to the program's own shapes.
@@ -23,6 +23,7 @@ import threading
 import types
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -99,7 +100,7 @@ class Site:
     def _take_apart(self, active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> None:
         """Decide whether popular elements are, and at what cost; active, rows: [2, N], of two samples."""
         popular = self.popular
-        # Of a rewritten block a single call was counted: too few rows to tell anew who is popular.
+        # Of a rewritten block few calls were counted: too few rows to tell anew who is popular.
         if not self.rewritten:
             popular, self.popular = cheapest(active, rows, apart), None
         if popular is not None:
@@ -148,30 +149,53 @@ class Profile:
         self.version: Version = self._written
         self.calls = 0
         self.looked_at = 0
-        self._recount: str | None = None
+        self._wanted: Version = self._written
+        self._recount = 0
+        self._compiled: set[Version] = set()
+        self._within: weakref.WeakKeyDictionary[Any, Version] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+
+    def begins(self) -> None:
+        """Take note of the call that code of the current version is compiled for."""
+        with self._lock:
+            self._compiled.add(self.version)
+            self._stay(compat.checkpoint_under_way())
+
+    def _stay(self, checkpoint: Any) -> None:
+        if checkpoint is not None:
+            self._within[checkpoint] = self.version
 
     def accepts(self, version: Version) -> bool:
         """Whether code of this version is the one to run now: what its guard asks.
 
-        A call that is due for a look reads what the calls before it counted. Where blocks are rewritten, it runs as
-        written instead, and the next call reads what it counted.
+        A call that is due for a look reads what the calls before it counted. Where blocks are rewritten, the next two
+        run as written, and the second reads what the first counted. What is decided holds from the next call on: Dynamo
+        asks the versions that it has one after the other, in an order of its own. A checkpoint runs one version, in its
+        forward and when it computes that again: their saved tensors have to be the same.
         """
         with self._lock:
+            checkpoint = compat.checkpoint_under_way()
+            if checkpoint is not None and checkpoint in self._within:
+                return version == self._within[checkpoint]
+            if self._wanted != self.version and self._may_run(self._wanted):
+                self.version = self._wanted
             if version != self.version:
                 return False
+            self._stay(checkpoint)
             self.calls += 1
-            if self._recount == "running":
-                self._recount = None
-                self._look()
-            elif self._recount == "due":
-                self._recount = "running"
+            if self._recount:
+                self._recount -= 1
+                if not self._recount:
+                    self._look()
             elif self._due() and compat.may_recompile(self._code):
                 if self.version != self._written:
-                    self._recount, self.version = "due", self._written
+                    self._recount, self._wanted = 2, self._written
                 else:
                     self._look()
-            return version == self.version
+            return True
+
+    def _may_run(self, version: Version) -> bool:
+        return version in self._compiled or compat.may_recompile(self._code)
 
     def _due(self) -> bool:
         return self.calls in LOOKS or self.calls % RECHECK == 0
@@ -186,7 +210,7 @@ class Profile:
             for site, counts in zip(self.sites, added):
                 site.decide(counts % ELEMENT, counts // ELEMENT)
         self._before, self.looked_at = now, self.calls
-        self.version = tuple(site.version for site in self.sites)
+        self._wanted = tuple(site.version for site in self.sites)
 
     def pending(self) -> list[Pending]:
         """The blocks that run as written."""
@@ -244,7 +268,10 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         nonlocal compiled
         # Dynamo asks several times about the call that it compiles the code for, to see how long that takes.
         compiled = compiled or compat.current_compile() is None
-        return kept.profile.accepts(version) if compiled else True
+        if compiled:
+            return kept.profile.accepts(version)
+        kept.profile.begins()
+        return True
 
     compat.add_guard(holds, f"sparse_inductor: version {version}")
     of = dict(watched)
@@ -289,9 +316,11 @@ def _count(site: Site, sparse: Sparse) -> fx.Node:
     number = _rows_counted(_value(sparse), sparse.dim) if site.apart is None else 2 * ROWS
     numbers = e.call(torch.arange, number, device=fake(t).device)
     spaced = e.call(operator.mul, numbers, e.size(rows, 0))
-    some = e.call(operator.getitem, rows, e.call(operator.floordiv, spaced, number))
-    active = e.call(torch.gt if sparse.positive else torch.ne, some, 0)
+    active = e.call(torch.gt if sparse.positive else torch.ne, rows, 0)
     counted = e.call(operator.add, active, ELEMENT)
+    # A row of zeros behind the last is read where there are no rows.
+    counted = e.call(torch.nn.functional.pad, counted, (0, 0, 0, 1))
+    counted = e.call(operator.getitem, counted, e.call(operator.floordiv, spaced, number))
     if site.apart is None:
         return e.method("sum", counted, 1)
     halves = e.method("view", counted, ROWS, 2, row)
