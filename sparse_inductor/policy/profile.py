@@ -318,8 +318,9 @@ def _count(site: Site, sparse: Sparse) -> fx.Node:
     spaced = e.call(operator.mul, numbers, e.size(rows, 0))
     active = e.call(torch.gt if sparse.positive else torch.ne, rows, 0)
     counted = e.call(operator.add, active, ELEMENT)
-    # A row of zeros behind the last is read where there are no rows.
-    counted = e.call(torch.nn.functional.pad, counted, (0, 0, 0, 1))
+    if not static_size(fake(rows).shape[0]):
+        # Where there are no rows, one of zeros behind the last is read.
+        counted = e.call(torch.nn.functional.pad, counted, (0, 0, 0, 1))
     counted = e.call(operator.getitem, counted, e.call(operator.floordiv, spaced, number))
     if site.apart is None:
         return e.method("sum", counted, 1)
