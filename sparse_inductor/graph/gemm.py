@@ -99,6 +99,8 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     product = contraction(view, node)
     if product is None:
         return []
+    if call.name == "einsum" and product.multiplies:
+        return None
     found = _scaled(view, product)
     if product.bias is None:
         return found

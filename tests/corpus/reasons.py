@@ -86,6 +86,13 @@ TRUE["splade_head"] = {
     "either_condition": ("(or_) differs by token and by output", "torch.where("),
     "undefined_times_zero": ("what may be no number", "(logits > 1)"),
     "compared_after_a_write": ("(gt) differs by token and by output", "torch.where("),
+    "reduce_maximum": ("unequal parts of the gradient", "functools.reduce(torch.maximum"),
+    "tokens_projected_one_by_one": ("a product of its own", "functools.reduce("),
+    "maximum_of_some_tokens": ("some of the tokens", "functools.reduce("),
+    "best_so_far": ("maximum is also returned", "before = functools.reduce("),
+    "stacked_backwards": ("stack after the linear", "torch.stack("),
+    "einsum_of_tokens_and_terms": ("differs by token and by output", "torch.einsum("),
+    "einsum_that_adds_up": ("weighted sum over the sequence", "torch.einsum("),
     "one_sequence_under_several_masks": ("mul spreads the values", "m.unsqueeze(-1)"),
 }
 
@@ -168,6 +175,10 @@ TRUE["relu_ffn"] = {
 }
 TRUE["relu_ffn"] |= {
     "product_in_the_einsum_of_the_projection": ("an einsum of 3 tensors", "torch.einsum("),
+    "threshold_in_a_buffer": ("a factor of its own", "torch.where("),
+    "joined_parts_of_both": ("cat after the linear", "torch.cat("),
+    "stack_that_is_measured": ("also read by norm", "h.norm()"),
+    "stack_that_is_written": ("stack after the linear", "torch.stack("),
     "product_assigned_one": ("an assignment after", "h[g < 0] = 1.0"),
     "product_read_before_it_is_assigned": ("also read by sum", "before = h.sum()"),
     "negative_assigned_too_late": ("a comparison (lt)", "negative = h < 0"),

@@ -311,3 +311,32 @@ def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""
     h = F.relu(m.gate(x))
     return m.down(torch.where(h > torch.linspace(0, 0.2, N), h, 0.0) * m.up(x))
+
+
+@miss("a gate with a threshold that is a tensor is two factors")
+def threshold_in_a_buffer(x, m):
+    """FATReLU with its threshold in a buffer of one number, in a gated block"""
+    h = m.gate(x)
+    return m.down(torch.where(h > torch.linspace(0.1, 1, N)[0], h * m.up(x), 0.0))
+
+
+@seen("half of each is taken")
+def joined_parts_of_both(x, m):
+    """the middle of a concatenation"""
+    h = torch.cat((m.gate(x), m.up(x)), -1)
+    return m.down(F.relu(h[..., :N]) * h[..., N // 2 : -N // 2])
+
+
+@seen("the stack is read elsewhere")
+def stack_that_is_measured(x, m):
+    """the norm of both"""
+    h = torch.stack((m.gate(x), m.up(x)))
+    return m.down(F.relu(h[0]) * h[1]), h.norm()
+
+
+@seen("the stack is written to")
+def stack_that_is_written(x, m):
+    """scaled in place"""
+    h = torch.stack((m.gate(x), m.up(x)))
+    h.mul_(torch.linspace(0, 1, N))
+    return m.down(F.relu(h[0]) * h[1])
