@@ -116,7 +116,9 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
-    "crosscoder": ("over several axes at once", "bsn,nld->bsld"),
+    "crosscoder_of_turned_weights": ("over several axes at once", "bsn,lnd->bsld"),
+    "layers_of_their_own": ("weights of its own", "bsln,nld->bsld"),
+    "neurons_on_two_axes": ("over several axes at once", "bsln,lnd->bsd"),
     "filled_by_another_projection": (
         "a comparison (gt) of another value says what is kept: one of a projection is followed where it multiplies",
         "masked_fill(~",
@@ -283,6 +285,10 @@ NOTHING_OF_IT["published.entmax"] = {
 TRUE["entmax"] = {
     "mask_filled_after_its_cast": ("changed in place", "bias = (1 - keep"),
     "scores_read_through_a_view_afterwards": ("mul is written in place and lives on", "z -="),
+    "assigned_zeros": ("which is no exclusion", "scores[..., -2:] = 0.0"),
+    "assigned_scores": ("numbers known only at run time", "scores[..., -1] = (q"),
+    "assigned_and_returned": ("scores are also returned", "scores = q @ k.mT"),
+    "filled_through_a_view": ("through a view of them", "scores = q @ k.mT"),
     "another_mask_afterwards": ("where changes the probabilities", "torch.where(dropped.mT"),
     "a_weak_mask_and_the_same_afterwards": (
         "masked_fill changes the prob",

@@ -102,6 +102,23 @@ def product_where_the_gate_is_positive(x, m):
     return m.down(torch.where(gate > 0, gate * m.up(x), 0))
 
 
+@block()
+@block(dynamic=True, prefix="any_size_")
+def crosscoder(x, m):
+    """one dictionary for the activations of several layers"""
+    layers, decoder = x.unflatten(-1, (2, -1)), m.down.weight.t().reshape(N, 2, -1)
+    f = F.relu(torch.einsum("bsld,nld->bsn", layers, m.up.weight.view(N, 2, -1)))
+    return torch.einsum("bsn,nld->bsld", f, decoder)
+
+
+@block()
+def crosscoder_by_tensordot(x, m):
+    """both by tensordot, the weights [D, N] and [N, D] as views"""
+    layers, decoder = x.unflatten(-1, (2, -1)), m.down.weight.t().unflatten(1, (2, -1))
+    encoder = m.up.weight.t().unflatten(0, (2, -1))
+    return torch.tensordot(F.relu(torch.tensordot(layers, encoder, 2)), decoder, 1)
+
+
 @block(dynamic=True)
 def stacked_in_a_loop(x, m):
     """torch.stack([f(x) for f in ...])"""

@@ -44,15 +44,27 @@ def selected_by_another_projection(x, m):
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
-@seen("a product of tokens with the weights of two axes is no matrix's")
-def crosscoder(x, m):
-    """one dictionary for the activations of several layers"""
+@seen("the two axes of the decoder's outputs are apart in memory")
+def crosscoder_of_turned_weights(x, m):
+    """one dictionary for the activations of several layers, the decoder's weight by layer"""
+    layers, decoder = x.unflatten(-1, (2, -1)), m.gate.weight.view(2, -1, K)
+    f = F.relu(torch.einsum("bsld,nld->bsn", layers, m.up.weight[: N // 2].unflatten(1, (2, -1))))
+    return torch.einsum("bsn,lnd->bsld", f, decoder)
+
+
+@seen("each layer has neurons of its own")
+def layers_of_their_own(x, m):
+    """the activations are not summed over the layers"""
     layers = x.unflatten(-1, (2, -1))
-    encoder, decoder = (
-        w.view(N, 2, -1) for w in (m.up.weight, m.down.weight.t().reshape(N, 2, -1))
-    )
-    f = F.relu(torch.einsum("bsld,nld->bsn", layers, encoder))
-    return torch.einsum("bsn,nld->bsld", f, decoder)
+    f = F.relu(torch.einsum("bsld,nld->bsln", layers, m.up.weight.view(N, 2, -1)))
+    return torch.einsum("bsln,nld->bsld", f, m.gate.weight.view(N, 2, -1))
+
+
+@seen("the layers' activations are summed over as well")
+def neurons_on_two_axes(x, m):
+    """the down projection is over both axes"""
+    f = F.relu(torch.einsum("bsd,lnd->bsln", x, m.up.weight.view(2, -1, K)))
+    return torch.einsum("bsln,lnd->bsd", f, m.gate.weight.view(2, -1, K))
 
 
 @seen("the activations are returned")
