@@ -264,6 +264,8 @@ class ReluFfn(Recogniser):
         first: tuple[Linear, NoMatch] | None = None
         for down in found:
             try:
+                if down.d_axes > 1:
+                    raise NoMatch(_SEVERAL_AXES, node)
                 return self._block(node, view, down)
             except NoMatch as e:
                 first = first or (down, e)
@@ -340,7 +342,7 @@ class ReluFfn(Recogniser):
             return Worth(0.0, "what a fused layer activates cannot be counted")
         down, branches = match.reading.down, match.reading.branches
         neurons = expected(fake(down.source).shape[down.d_dim])
-        width = expected(fake(down.node).shape[down.v_dim])
+        width = expected(down.outputs)
         tokens = expected_elements(fake(down.source).shape) // max(1, neurons)
         dtype = fake(down.node).dtype
         worth = look_up(

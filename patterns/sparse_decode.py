@@ -114,7 +114,7 @@ class SparseDecode(Recogniser):
 
     def _match(self, node: fx.Node, view: GraphView) -> DecoderMatch | None:
         for down in linears(view, node) or ():
-            found = None if down.within else entries(view, down.source, node)
+            found = None if down.within or down.d_axes > 1 else entries(view, down.source, node)
             if found is not None:
                 return self._checked(view, down, found)
         return None

@@ -126,7 +126,7 @@ def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
     """The reading of a product that takes activations which are kept, and those; not of k entries a row, which has an
     operator."""
     for down in linears(view, node) or ():
-        between = None if down.within else activated(view, down)
+        between = None if down.within or down.d_axes > 1 else activated(view, down)
         if between is None:
             continue
         try:
@@ -141,7 +141,7 @@ def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
 def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
     linear, node = match.linear, match.anchor
     check_operands(node, *match.inputs)
-    if linear.d_dim != len(view.shape(linear.source)) - 1:
+    if linear.d_dim + linear.d_axes != len(view.shape(linear.source)):
         raise NoMatch("the product does not sum over the last axis of the activations", node)
     if not linear.over_last:
         raise NoMatch("the results of the product are not along the last axis", node)

@@ -210,7 +210,14 @@ class SpladeHead(Recogniser):
             raise NoMatch(f"the logits are {fake(linear.node).dtype}", linear.node)
         if red.values is not None and any(u.target is not operator.getitem for u in node.users):
             raise NoMatch("the pair of values and indices is used as a whole", node)
+        if red.one_by_one and view.needs_grad(red.source):
+            raise NoMatch(
+                "maximum() of one token after the other gives the tokens of a tie unequal parts of the gradient: amax "
+                "and max do not",
+                node,
+            )
         turned = (Step("mul", (-1.0,)),) if red.minimum else ()
+        turned += () if red.least == -math.inf else (Step("maximum", (red.least,)),)
         program = chain.program + turned
         proof = prove(program)
         if proof.direction != 1 and chain.flip():
@@ -234,8 +241,10 @@ class SpladeHead(Recogniser):
 
     def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:
         """What varies over the vocabulary is replayed on the values alone."""
-        if red.minimum or (
-            red.positions is not None and any(u.args[1] == red.positions for u in node.users)
+        if (
+            red.minimum
+            or red.least > -math.inf
+            or (red.positions is not None and any(u.args[1] == red.positions for u in node.users))
         ):
             raise NoMatch(
                 "a vocabulary mask after the activation, and more than the maximum is used", node

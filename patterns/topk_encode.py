@@ -240,7 +240,7 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
         node = view.value(call["input"], node)
     if node is None or not fake(node).dtype.is_floating_point:
         return None
-    for linear in linears(view, node) or ():
+    for linear in (one for one in linears(view, node) or () if one.v_axes == 1):
         if linear.within or linear.also or (bias is not None and linear.bias is not None):
             continue
         if bias is None and linear.bias is not None:

@@ -41,7 +41,8 @@ class Placed:
     """A tensor and its axes: an operand, or one that is read beside the scores.
 
     Of the latter, factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask
-    among the biases, what it adds where it drops. floor: the least that is added.
+    among the biases, what it adds where it drops. floor: the least that is added. assigned: the index, into a tensor
+    with `axes`, of what is dropped; `node` is then the assignment.
     """
 
     node: fx.Node
@@ -53,6 +54,14 @@ class Placed:
     fill: float | None = None
     times: tuple[Placed, ...] = ()  # tensors that it is multiplied by, after `factor`
     floor: float | None = None
+    assigned: tuple[Any, ...] | None = None
+
+    @property
+    def reads(self) -> list[tuple[fx.Node, fx.Node]]:
+        """What is read, each with its reader."""
+        nodes: list[fx.Node] = [] if self.assigned is not None else [self.tensor]
+        fx.map_arg(self.assigned, nodes.append)
+        return [(node, self.reader) for node in nodes]
 
     @property
     def tensor(self) -> fx.Node:

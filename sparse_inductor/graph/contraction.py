@@ -61,6 +61,11 @@ class Contraction:
         return {letter for letter in both if letter is not None and letter not in self.axes}
 
     @property
+    def multiplies(self) -> bool:
+        """Whether it sums over nothing."""
+        return not self.summed
+
+    @property
     def of_matrices(self) -> bool:
         """Whether neither operand is a single vector: such a product has one query or one key."""
         return all(len(o.axes) > 1 for o in self.operands)
@@ -93,7 +98,7 @@ def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -
 def _broadcast(
     view: GraphView, node: fx.Node, a: Operand | None, b: Operand | None, out: Sequence[str]
 ) -> Contraction | None:
-    """Letters of axes that have one element in one operand and more in the other are taken off the first."""
+    """Letters of axes that have one element in one operand, and more or none in the other, are taken off the first."""
     if a is None or b is None or len(out) != len(view.shape(node)):
         return None
     size: dict[str, Any] = {}
@@ -102,10 +107,14 @@ def _broadcast(
             if letter is not None and (letter not in size or same_size(size[letter], 1)):
                 size[letter] = s
 
+    alone = ({*a.axes} ^ {*b.axes}) - {*out}
+
     def trimmed(o: Operand) -> Operand:
         axes = tuple(
             None
-            if letter is None or (same_size(s, 1) and not same_size(size[letter], 1))
+            if letter is None
+            or (same_size(s, 1) and not same_size(size[letter], 1))
+            or (same_size(s, 1) and letter in alone)
             else letter
             for letter, s in zip(o.axes, view.shape(o.node))
         )

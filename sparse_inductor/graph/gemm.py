@@ -9,6 +9,7 @@ how a pattern carries a reduction from the output back to the input.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from .emit import Emitter
 from .indices import items_of, only_new_axes
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .shapes import entry_of_axis, order_of
-from .values import only_along, uniform
+from .values import is_parameter, only_along, uniform
 from .view import GraphView, fake, same_sizes
 from .vocabulary import COPIES, SPREADS
 
@@ -39,7 +40,8 @@ class Linear:
     make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
     linear input, None where it is the source itself. finish: makes `node` of the map's result, where that is more.
     also: what `finish` reads, or the weight is made of. parts: the maps whose sum it is, if it is one, in the order of
-    their columns in D. width: of V, where `node` has no axis of it.
+    their columns in D. width: of V, where `node` has no axis of it. d_axes, v_axes: how many neighbouring axes of the
+    source are D, and of `node` are V, `v_dim` being the first of them.
     """
 
     node: fx.Node
@@ -56,11 +58,15 @@ class Linear:
     also: tuple[fx.Node, ...] = ()
     parts: tuple[Linear, ...] = ()
     width: int | None = None
+    d_axes: int = 1
+    v_axes: int = 1
 
     @property
     def outputs(self) -> Any:
         """The size of V."""
-        return fake(self.node).shape[self.v_dim] if self.width is None else self.width
+        if self.width is not None:
+            return self.width
+        return math.prod(fake(self.node).shape[self.v_dim : self.v_dim + self.v_axes])
 
     @property
     def summands(self) -> tuple[Linear, ...]:
@@ -78,11 +84,11 @@ class Linear:
     @property
     def over_last(self) -> bool:
         """Whether rows of the source, along its last axis, become rows of the result."""
-        return self.order is None and self.v_dim == fake(self.node).dim() - 1
+        return self.order is None and self.v_dim + self.v_axes == fake(self.node).dim()
 
     @property
     def d_dim(self) -> int:
-        """The axis of the source that is D."""
+        """The axis of the source that is D, of several the first."""
         return self.v_dim if self.order is None else self.order[self.v_dim]
 
 
@@ -99,6 +105,8 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     product = contraction(view, node)
     if product is None:
         return []
+    if call.name == "einsum" and product.multiplies:
+        return None
     found = _scaled(view, product)
     if product.bias is None:
         return found
@@ -167,7 +175,21 @@ def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> L
         return t
 
     kept = [letter for letter in axes if letter is not None]
+    if len(kept) > 2 and not (
+        is_parameter(view, base)
+        and _merge(base, axes, [c for c in kept if c not in product.axes])
+        and _merge(base, axes, [c for c in product.axes if c in kept])
+    ):
+        return None
     return _map(product.node, x.node, x.axes, lambda e: x.node, base, kept, weight, product.axes)
+
+
+def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]) -> bool:
+    """Whether some axes of a tensor are one axis of its memory, in this order."""
+    sizes, strides = fake(t).shape, fake(t).stride()
+    at = [axes.index(letter) for letter in letters]
+    known = all(isinstance(sizes[d], int) for d in at)
+    return known and all(strides[i] == strides[j] * sizes[j] for i, j in itertools.pairwise(at))
 
 
 def _map(
@@ -181,25 +203,49 @@ def _map(
     out: Sequence[str | None],
 ) -> Linear | None:
     """`node` as the linear map of what `make` makes of a source by what `weight` makes: D is summed over, V is what the
-    weight alone has."""
+    weight alone has. Of several axes each, one is made."""
     reduced = [c for c in w_axes if c in x_axes and c not in out]
-    own = [c for c in w_axes if c not in x_axes and c in out]
-    if len(w_axes) != 2 or len(reduced) != 1 or len(own) != 1:
+    own = [c for c in out if c in w_axes and c not in x_axes]
+    if not (reduced and own) or len(reduced) + len(own) != len(w_axes):
         return None
-    (d,), (v,) = reduced, own
-    wanted = [d if c == v else c for c in out]
-    if None in wanted or len(wanted) != len(x_axes) or set(wanted) != {*x_axes}:
+    v_dim = out.index(own[0])
+    last = v_dim + len(own)
+    wanted = [*out[:v_dim], *reduced, *out[last:]]
+    if [*out[v_dim:last]] != own or None in wanted:
+        return None
+    if len(wanted) != len(x_axes) or set(wanted) != {*x_axes}:
         return None
     order = [x_axes.index(c) for c in wanted]
+    rows = [w_axes.index(c) for c in (*own, *reduced)]
+    sizes = fake(node).shape[v_dim:last]
+
+    def linear_input(e: Emitter) -> fx.Node:
+        return _flat(e, e.permuted(make(e), order), v_dim, len(reduced))
+
+    def matrix(e: Emitter) -> fx.Node:
+        if len(rows) == 2:
+            return weight(e) if rows[0] == 0 else e.method("t", weight(e))
+        return _flat(e, _flat(e, e.permuted(weight(e), rows), 0, len(own)), 1, len(reduced))
+
+    def finish(e: Emitter, y: fx.Node) -> fx.Node:
+        return y if len(own) == 1 else e.method("unflatten", y, v_dim, tuple(sizes))
+
     return Linear(
         node,
         source,
         weight_source,
-        out.index(v),
-        lambda e: e.permuted(make(e), order),
-        weight if w_axes[0] == v else lambda e: e.method("t", weight(e)),
+        v_dim,
+        linear_input,
+        matrix,
         order=None if order == sorted(order) else tuple(order),
+        finish=finish,
+        d_axes=len(reduced),
+        v_axes=len(own),
     )
+
+
+def _flat(e: Emitter, t: fx.Node, first: int, axes: int) -> fx.Node:
+    return t if axes == 1 else e.method("flatten", t, first, first + axes - 1)
 
 
 def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make | None:
@@ -321,7 +367,7 @@ def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
         take_x, x_axes = _entry_of(view, x, letter, index)
         take_w, w_axes = _entry_of(view, w, letter, index)
         found = _map(node, x.node, x_axes, take_x, w.node, w_axes, take_w, out)
-        if found is not None:
+        if found is not None and len(w_axes) == 2:
             within = tuple(dict.fromkeys((*product.nodes, stack, *reversed(between))))
             return dataclasses.replace(found, within=within, order=None)
     return None

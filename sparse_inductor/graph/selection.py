@@ -33,6 +33,17 @@ class Assigned:
     def items(self) -> list[Any]:
         return list(items_of(self.index))
 
+    def by_axis(self, view: GraphView, ndim: int) -> list[tuple[Any, range]]:
+        """Every item of the index, with the axes that it takes of `ndim`."""
+        spans = [(i, _span(view, i)) for i in self.items()]
+        rest = ndim - sum(n for i, n in spans if i is not Ellipsis)
+        out, axis = [], 0
+        for item, n in spans:
+            n = rest if item is Ellipsis else n
+            out.append((item, range(axis, axis + n)))
+            axis += n
+        return out
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -76,6 +87,12 @@ def full_mask(view: GraphView, x: Any, index: Any) -> fx.Node | None:
         (index,) = index
     boolean = view.is_tensor(index) and view.dtype(index) == torch.bool
     return index if boolean and view.same_shape(index, x) else None
+
+
+def _span(view: GraphView, item: Any) -> int:
+    if isinstance(item, fx.Node) and view.is_tensor(item) and view.dtype(item) == torch.bool:
+        return len(view.shape(item))
+    return 0 if item is None else 1
 
 
 def trailing_mask(view: GraphView, x: Any, assigned: Assigned) -> fx.Node | None:

@@ -12,6 +12,8 @@ from .. import compat
 from .effects import made_of
 from .fakes import bounds
 from .indices import expanded_index, only_slices
+from .names import Call
+from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS
 
@@ -95,6 +97,8 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
                 and uniform(view, call["input"], from_end, x)
             )
         )
+    if (axis := _axis_above(view, x, call, len(shape) - from_end)) is not None:
+        return uniform(view, call["input"], len(view.shape(call["input"])) - axis, x)
     if call.name in _ELEMENTWISE:
         tensors = [
             a
@@ -103,6 +107,21 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
         ]
         return bool(tensors) and all(uniform(view, a, from_end, x) for a in tensors)
     return False
+
+
+def _axis_above(view: GraphView, x: fx.Node, call: Call, axis: int) -> int | None:
+    """Which axis of a view's input an axis of its result is, one after the other, where it only reorders axes, adds
+    some of one element, or takes slices; None for other calls."""
+    if call.name == "unsqueeze":
+        return axis - (call["dim"] % len(view.shape(x)) < axis)
+    if (order := order_of(call, len(view.shape(x)))) is not None:
+        return order[axis]
+    if call.name != "getitem" or not view.is_tensor(call["input"]):
+        return None
+    items = expanded_index(call["index"], len(view.shape(call["input"])))
+    if items is None or not all(i is None or isinstance(i, slice) for i in items):
+        return None
+    return sum(i is not None for i in items[:axis])
 
 
 def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> bool:

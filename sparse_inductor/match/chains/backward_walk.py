@@ -14,13 +14,14 @@ from torch import fx
 
 from ...epilogue.steps import Step
 from ...graph.batch_norm import normalised
+from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.shapes import Combined, part_of_axis, undone
+from ...graph.shapes import Combined, part_of_axis, restacked, undone, untaken
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
@@ -120,6 +121,9 @@ class _BackwardWalk:
             return self._shape()
         if name in _HANDLERS:
             return _HANDLERS[name](self)
+        if (whole := restacked(view, node, call)) is not None:
+            epilogue = walk_back(view, whole[0]["input"], whole[1][-1], self.depth + 1)
+            return epilogue.then(Element(node, shape_op=whole[0], extra=whole[1]))
         if name in _NOT_MONOTONE:
             self.up(call["input"])
             if view.dtype(call["input"]).is_complex:
@@ -159,6 +163,10 @@ class _BackwardWalk:
         if (same := undone(self.view, self.node, self.call)) is not None:
             epilogue = walk_back(self.view, same[0], [self.node, *same[1]][-1], self.depth + 1)
             return epilogue.then(Element(self.node, extra=same[1]))
+        if (taken := untaken(self.view, self.node, self.call)) is not None:
+            tensor, passed, shape_op = taken
+            epilogue = walk_back(self.view, tensor, passed[-1], self.depth + 1)
+            return epilogue.then(Element(self.node, shape_op=shape_op, extra=passed))
         part = part_of_axis(self.view, self.node, self.call)
         if part is not None:
             part_call, extra = part
@@ -304,6 +312,26 @@ class _BackwardWalk:
         view = self.view
         return any(is_comparison(view, c) and view.same_shape(c, x) for c in conditions)
 
+    def _einsum(self) -> EpilogueChain:
+        """An einsum that sums over nothing is a product like any other, the logits' axes put where it broadcasts."""
+        product = contraction(self.view, self.node)
+        first = self.decline("einsum after the linear is not an elementwise step")
+        if product is None:
+            raise first
+        for x, other in (product.operands, product.operands[::-1]):
+            orders = _broadcasting(x.axes, other.axes, product.axes)
+            if orders is None or x.written or other.written:
+                continue
+            try:
+                epilogue = walk_back(self.view, x.node, self.node, self.depth + 1)
+            except NoMatch as reason:
+                first = reason
+                continue
+            there, back = (Call("permute", {"input": x.node, "dims": dims}) for dims in orders)
+            epilogue = epilogue.then(Element(self.node, (Term("mul", other.node),), there))
+            return epilogue.then(Element(self.node, shape_op=back))
+        raise first
+
     def _div(self) -> EpilogueChain:
         if self.call.get("rounding_mode") is not None:
             raise self.decline("division that rounds")
@@ -384,9 +412,26 @@ class _BackwardWalk:
         return found[self._pick(found[0].x, found[1].x)[1]]
 
 
+def _broadcasting(
+    mine: Letters, theirs: Letters, out: Letters
+) -> tuple[list[int], list[int]] | None:
+    """The order of an operand's axes in which another one broadcasts to it, and the one that makes the result of it;
+    None where an axis would be summed over or added."""
+    if None in mine or {*mine} != {*out} or len(mine) < len(theirs):
+        return None
+    if not {*theirs} - {None} <= {*mine}:
+        return None
+    free = iter([letter for letter in mine if letter not in theirs])
+    wide = (*[None] * (len(mine) - len(theirs)), *theirs)
+    order = [next(free) if letter is None else letter for letter in wide]
+    return [mine.index(letter) for letter in order], [order.index(letter) for letter in out]
+
+
 _HANDLERS: dict[str, Callable[[_BackwardWalk], EpilogueChain]] = {
     **dict.fromkeys(("maximum", "minimum"), _BackwardWalk._bound),
     **dict.fromkeys(SELECTIONS, _BackwardWalk._selected),
     **dict.fromkeys(("add", "sub", "rsub"), _BackwardWalk._sum),
-    **{name: getattr(_BackwardWalk, "_" + name) for name in "batch_norm mul div pow".split()},
+    **{
+        name: getattr(_BackwardWalk, "_" + name) for name in "batch_norm einsum mul div pow".split()
+    },
 }

@@ -70,6 +70,8 @@ class Chain:
         self.v_dim = linear.v_dim
         self.origin: list[int | None] = list(range(len(view.shape(linear.node))))
         self.nodes: list[fx.Node] = [*linear.within, linear.node]
+        if linear.v_axes > 1:
+            raise NoMatch("a projection to several axes: make one of them before", linear.node)
         if linear.parts and not linear_after:
             name = view.name_of(linear.node)
             raise NoMatch(f"{name} combines two tensors that come from linears", linear.node)

@@ -89,7 +89,7 @@ def summed(
     found = []
     for readings in product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}
-        if len(axes) == 1:
+        if len(axes) == 1 and all(r.v_axes == 1 for r in readings):
             parts = [
                 _scaled(part, scale) for r, scale in zip(readings, scales) for part in r.summands
             ]

@@ -74,15 +74,16 @@ def below(view: GraphView, node: fx.Node, names: Collection[str], reach: int = 8
 
 
 def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] | None:
-    """What is above the rectified operand of a batched product of batched products, and whether the other one is a
+    """What is above the rectified operand of a batched product of products, and whether the other one is a
     parameter: the down projections of experts rather than the values of an attention. None for anything else."""
     product = contraction(view, node)
     if product is None:
         return None
     for mine, other in ((product.a, product.b), (product.b, product.a)):
-        found = above(view, mine.node)
-        if "batched matmul" in found and found & RECTIFIERS:
-            return found, is_parameter(view, other.node)
+        found, weight = above(view, mine.node), is_parameter(view, other.node)
+        projected = "batched matmul" in found or (weight and "linear" in found)
+        if projected and found & RECTIFIERS:
+            return found, weight
     return None
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
 from torch import fx
 
 from ...graph.batch_norm import Normalised
@@ -81,28 +80,10 @@ def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool
 
 
 def _assigned_kind(view: GraphView, operand: Assigned, node: fx.Node, frame: Frame) -> Kind:
-    items = _aligned_items(view, operand, frame.ndim)
+    items = operand.by_axis(view, frame.ndim)
     touched = [a for item, axes in items for a in axes if not is_full(item)]
     if frame.v_dim not in touched:
         return "row"
     if touched == [frame.v_dim]:
         return "column"
     raise NoMatch("assigns to single elements of the linear's result", node)
-
-
-def _aligned_items(view: GraphView, operand: Assigned, ndim: int) -> list[tuple[Any, range]]:
-    """Every item of an index with the axes it takes."""
-    spans = [(i, _span(view, i)) for i in operand.items()]
-    rest = ndim - sum(n for i, n in spans if i is not Ellipsis)
-    out, axis = [], 0
-    for item, n in spans:
-        n = rest if item is Ellipsis else n
-        out.append((item, range(axis, axis + n)))
-        axis += n
-    return out
-
-
-def _span(view: GraphView, item: Any) -> int:
-    if isinstance(item, fx.Node) and view.is_tensor(item) and view.dtype(item) == torch.bool:
-        return len(view.shape(item))
-    return 0 if item is None else 1

@@ -7,24 +7,25 @@ what it keeps that a maximum would not.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
-from ...graph.contraction import lettered
 from ...graph.gemm import linears
 from ...graph.indices import expanded_index, sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.view import GraphView, same_size
+from ...graph.shapes import entries_of
+from ...graph.view import GraphView, same_size, same_sizes
 from .backward_walk import walk_back
 from .chain import Chain
 from .family import above, below
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _MAXIMA = _PICKS | frozenset(
-    "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()
+    "max_dim amax maximum min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()
 )
 
 
@@ -44,6 +45,8 @@ class Reduction:
     even: bool = False  # those that share the maximum share its gradient; else it is the first's
     span: int = 1  # neighbouring axes reduced together, `dim` being the first
     within: tuple[fx.Node, ...] = ()  # what else it is made of
+    one_by_one: bool = False  # by maximum() of two at a time
+    least: float = -math.inf  # the result is no smaller
 
 
 def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
@@ -51,6 +54,8 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
     call = view.call(node)
     if call is None or not view.is_tensor(call.get("input")):
         return None
+    if call.name == "maximum":
+        return _one_by_one(view, node)
     source = call["input"]
     shape = view.shape(source)
     ndim, dim, keepdim = len(shape), call.get("dim"), bool(call.get("keepdim", False))
@@ -92,6 +97,42 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
             padded = sole(call.get("padding", 0)) != 0 or sole(call.get("dilation", 1)) != 1
             return None if padded else Reduction(source, ndim - 1, True)
     return None
+
+
+def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple[Any, fx.Node]]]:
+    """What is compared by maximum() of two at a time, each with its reader, the first one first, and the nodes that do
+    it; nothing where the result goes into a further one."""
+    if node.users and all(view.name_of(u) == "maximum" for u in node.users):
+        return [], []
+    nodes: list[fx.Node] = []
+    leaves: list[tuple[Any, fx.Node]] = []
+    left: list[tuple[Any, fx.Node]] = [(node, node)]
+    while left:
+        x, reader = left.pop()
+        call = view.call(x)
+        if call is None or call.name != "maximum" or call.inplace or view.value(x, reader) is not x:
+            leaves.append((x, reader))
+            continue
+        nodes.append(x)
+        left += [(call["other"], x), (call["input"], x)]
+    return nodes, leaves
+
+
+def _one_by_one(view: GraphView, node: fx.Node) -> Reduction | None:
+    """The entries of an axis compared with maximum(), two at a time, and maybe with a number."""
+    nodes, leaves = _compared(view, node)
+    numbers = [c for x, reader in leaves if (c := view.const(x, reader)) is not None]
+    entries = entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
+    if entries is None:
+        return None
+    x, dim, which, passed = entries
+    shape = list(view.shape(x))
+    if len(which) < 2 or not same_size(shape.pop(dim), len(which)):
+        return None
+    if sorted(which) != [*range(len(which))] or not same_sizes(view.shape(node), shape):
+        return None
+    within, least = (*passed, *reversed(nodes[1:])), max(numbers, default=-math.inf)
+    return Reduction(x, dim, within=within, one_by_one=True, least=least)
 
 
 def _where_largest(
@@ -156,6 +197,10 @@ _SUMS = {
     "logsumexp": f"log-sum-exp pooling: {_ALL}",
 }
 _ENDS = "sequences that lie end to end, their bounds in a tensor: cut them apart by numbers, or pad them"
+_EACH = "every token has a product of its own: project all tokens at once, then take the largest"
+_SOME = (
+    "some of the tokens are compared with maximum(): take them by a slice, and the largest by amax"
+)
 _ORDERS = {
     "median": "median pooling is no maximum",
     "argmax": "only the positions are used, not the values",
@@ -182,6 +227,8 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     call = view.call(node)
     if call is not None and call.name in _PRODUCTS:
         return _weighted_sum(view, node)
+    if call is not None and call.name == "maximum":
+        return _separate(view, _compared(view, node)[1])
     if call is not None and call.name == "getitem":
         return _picked_token(view, node, call)
     tokens = None if call is None else call.get(_PACKED.get(call.name, "input"))
@@ -211,6 +258,16 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     if (known and (activated or call.name == "argmax")) or (vocabulary is None and activated):
         return _ORDERS[call.name].format(k=call.get("k"))
     return None
+
+
+def _separate(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> str | None:
+    """Why tensors that are compared two at a time are no tokens of one product; None where they are no tokens."""
+    names = [above(view, x, _POOLED) for x, _ in leaves if view.is_tensor(x)]
+    activated = [found for found in names if "linear" in found and found & _RISES and found & _LOGS]
+    if len(activated) < 2:
+        return None
+    entries = entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
+    return _SOME if entries is not None else _EACH
 
 
 def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
@@ -247,10 +304,6 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
         return None
     call = view.call(node)
     reason = f"a weighted sum over the sequence: {_ALL}"
-    if call is not None and call.name == "einsum":
-        product = lettered(view, call)
-        if product is None or all(set(letters) <= set(product[2]) for letters in product[1]):
-            reason = "a product written as an einsum is not followed: write it with *"
     operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
     for x in operands:
         if view.is_tensor(x) and view.dtype(x).is_floating_point:

@@ -76,7 +76,7 @@ class Attention:
         beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
         beside += [*self.after, self.alpha]
         operands = [self.q, self.k, self.v, *(p for p in beside if isinstance(p, Placed))]
-        return [(t.tensor, t.reader) for t in operands]
+        return [read for t in operands for read in t.reads]
 
     # Emission
 
@@ -143,6 +143,11 @@ class Attention:
     def _beside(self, e: Emitter, p: Placed) -> fx.Node:
         """[B, H, Lq, Lk] with 1 where the operand does not vary."""
         groups = (self.batch, self.heads, self.queries, self.keys)
+        if p.assigned is not None:
+            sizes = tuple(self._whole(e, flat(axis)) for axis in p.axes)
+            kept = e.method("new_ones", self.q.node, sizes, dtype=torch.bool)
+            e.call(operator.setitem, kept, p.assigned, False)
+            p = dataclasses.replace(p, node=kept, assigned=None)
         return self._laid_out(e, p, groups)
 
     def _mask(self, e: Emitter) -> fx.Node | None:
@@ -243,6 +248,14 @@ class Attention:
                 if flat(axis) == (atom,):
                     return e.method("size", t.node, i)
         raise RuntimeError(f"no tensor has an axis of size {atom.size}")
+
+    def _whole(self, e: Emitter, atoms: Sequence[Atom]) -> Any:
+        """The size of an axis."""
+        total: Any = 1
+        for size in (self._size(e, atom) for atom in atoms):
+            known = isinstance(total, int) and isinstance(size, int)
+            total = total * size if known else e.call(operator.mul, total, size)
+        return total
 
     def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
         """[B, H, Lq, Dv] in the axes of the user's result."""

@@ -18,6 +18,7 @@ from torch import fx
 from ... import compat
 from ...graph.axes import Axis, Placed, above, beside
 from ...graph.contraction import PRODUCTS, Contraction, contraction
+from ...graph.indices import is_full
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
@@ -350,11 +351,21 @@ class _Step:
         mask = found.keep
         if isinstance(mask, Assigned):
             mask = trailing_mask(self.view, found.x, mask)
-        if mask is None:
-            raise self.decline(
-                "assigns into a part of the scores: masked_fill with a boolean mask would be followed"
-            )
+        if isinstance(found.keep, Assigned) and mask is None:
+            dropped = self._assigned(found.x, found.keep)
+            return self._masked(found.x, dropped, found.other, False, binary=True)
         return self._masked(found.x, mask, found.other, found.negate)
+
+    def _assigned(self, x: Any, keep: Assigned) -> Placed:
+        """What an assignment drops, along the axes that it takes a part of."""
+        axes, index = [], []
+        for item, taken in keep.by_axis(self.view, len(self.view.shape(x))):
+            if item is None:
+                raise self.decline("assigns into the scores through an index that adds an axis")
+            if not is_full(item):
+                axes += [self.axes[d] for d in taken]
+                index.append(item)
+        return Placed(self.node, self.node, tuple(axes), assigned=tuple(index))
 
     def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
         """binary: the mask is not boolean, but holds 0 and 1."""
@@ -374,7 +385,7 @@ class _Step:
             raise self.decline("scores that are masked twice are masked or biased once more")
         if found.masks and found.fill != fill:
             if fill == -math.inf and (found.fill or 0.0) > -ABSORBS:
-                excluded = self._place(mask, negate=negate, fill=fill)
+                excluded = dataclasses.replace(self._mask(mask, negate), fill=fill)
                 found.unless.append(excluded)
                 found.biases.append(excluded)
                 return found
@@ -383,9 +394,12 @@ class _Step:
                 found.masks = []
             else:
                 self._masks_to_biases(found)
-        found.masks.append(self._place(mask, negate=negate))
+        found.masks.append(self._mask(mask, negate))
         found.fill = fill
         return found
+
+    def _mask(self, mask: Any, negate: bool) -> Placed:
+        return mask if isinstance(mask, Placed) else self._place(mask, negate=negate)
 
 
 _HANDLERS: dict[str, Callable[[_Step], Scores]] = {

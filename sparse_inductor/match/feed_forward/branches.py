@@ -21,7 +21,7 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import RECTIFIERS, constant_factor
 from ...graph.selection import Assigned, selections
-from ...graph.shapes import Combined, undone
+from ...graph.shapes import Combined, undone, untaken
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, same_sizes
 from ...graph.vocabulary import COMPARISONS, NEGATIONS, SHAPE_OPS
@@ -134,6 +134,9 @@ def _parts(
     elif (same := undone(view, seen, call)) is not None:
         found = branches(view, same[0], [seen, *same[1]][-1], depth + 1)
         return [s.then(Element(seen, extra=same[1])) for s in found]
+    elif (taken := untaken(view, seen, call)) is not None:
+        found = branches(view, taken[0], taken[1][-1], depth + 1)
+        return [s.then(Element(seen, shape_op=taken[2], extra=taken[1])) for s in found]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]
     elif name in COMPARISONS | NEGATIONS:

@@ -87,7 +87,7 @@ def _further_down(
         source, reader = reader, readers[0]
     for one in linears(view, reader) or ():
         same = one.source is source and (one.v_dim, one.order) == (down.v_dim, down.order)
-        plain = one.bias is None and not one.within and not one.also
+        plain = one.bias is None and not (one.within or one.also or one.v_axes > 1)
         same = same and fake(reader).dtype == fake(down.node).dtype
         if same and plain and _adapts(view, reader, anchor):
             return dataclasses.replace(one, within=tuple(passed))

@@ -540,3 +540,74 @@ def biases_of_heads_flattened(q, k, v, mask):
     q, k, v, bias = (t.flatten(0, 1) for t in (q, k, v, bias))
     scores = torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=SCALE)
     return torch.bmm(entmax.entmax15(scores, dim=-1), v)
+
+
+def assigned(drop):
+    """Register scores of which `drop(scores)` takes keys out."""
+
+    def attend(q, k, v, mask):
+        scores = q @ k.mT * SCALE
+        dropped = drop(scores)
+        return entmax.entmax15(scores if dropped is None else dropped, dim=-1) @ v
+
+    attend.__name__, attend.__doc__ = "assigned_" + drop.__name__, drop.__doc__
+    attention()(attend)
+    attention(modes=INFER, dynamic=True, prefix="any_size_")(attend)
+
+
+@assigned
+def last_keys(scores):
+    """scores[..., k:] = -inf"""
+    scores[..., -2:] = -math.inf
+
+
+@assigned
+def keys_of_a_sequence(scores):
+    """a loop over the lengths"""
+    for b, n in enumerate((L, L - 3)):
+        scores[b, :, :, n:] = torch.finfo(scores.dtype).min
+
+
+@assigned
+def listed_keys(scores):
+    """a list of keys, then the first one of one head"""
+    scores[:, :, :, [1, 3]] = -1e9
+    scores[:, 0, :, 0] = -1e9
+
+
+@assigned
+def filled_by_index(scores):
+    """index_fill"""
+    return scores.index_fill(-1, torch.tensor([1, 2]), -math.inf)
+
+
+@assigned
+def filled_by_index_in_place(scores):
+    """index_fill_, along the keys"""
+    scores.index_fill_(3, torch.arange(2), -1e9)
+
+
+@assigned
+def merged_heads(scores):
+    """over heads that are one axis with the batch"""
+    merged = scores.flatten(0, 1)
+    merged[1:, :, 2] = -1e9
+    return merged.view_as(scores)
+
+
+@assigned
+def sequences_and_heads(scores):
+    """of an axis that was two: those that were one go together"""
+    scores = scores.unflatten(0, (1, -1)).clone()
+    scores[0, 1:, :, :, -1] = -math.inf
+    return scores.flatten(0, 1)
+
+
+@attention()
+def assigned_and_biased(q, k, v, mask):
+    """keys are taken out of scores that get a bias afterwards, and a causal mask"""
+    scores = q @ k.mT * SCALE
+    scores[..., -1] = -math.inf
+    scores = scores + torch.linspace(-1, 1, L)
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    return entmax.sparsemax(scores.masked_fill(later, -math.inf), dim=-1) @ v

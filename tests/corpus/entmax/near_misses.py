@@ -507,3 +507,35 @@ def scores_read_through_a_view_afterwards(x):
     flat = z.view(-1)
     z -= z.max(-1, keepdim=True).values
     return sort_sparsemax(z), flat * 2
+
+
+@attention("which is no exclusion", at="scores[..., -2:] = 0.0")
+def assigned_zeros(q, k, v, mask):
+    """scores[..., k:] = 0"""
+    scores = q @ k.mT * SCALE
+    scores[..., -2:] = 0.0
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention("numbers known only at run time", at="scores[..., -1] = (q")
+def assigned_scores(q, k, v, mask):
+    """the last key has the scores of the first"""
+    scores = q @ k.mT * SCALE
+    scores[..., -1] = (q @ k[:, :, :1].mT * SCALE)[..., 0]
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention("scores are also returned", at="scores = q @ k.mT")
+def assigned_and_returned(q, k, v, mask):
+    """beside the result"""
+    scores = q @ k.mT * SCALE
+    scores[..., -2:] = -1e9
+    return entmax.entmax15(scores, dim=-1) @ v, scores
+
+
+@attention("through a view of them", at="scores = q @ k.mT")
+def filled_through_a_view(q, k, v, mask):
+    """scores[..., k:].fill_(-inf)"""
+    scores = q @ k.mT * SCALE
+    scores[..., -2:].fill_(-1e9)
+    return entmax.entmax15(scores, dim=-1) @ v

@@ -60,6 +60,72 @@ fused(
 fused("fused_narrow", "narrow", lambda z: (z.narrow(-1, 0, N), z.narrow(-1, N, N)))
 
 
+def put_together(name, doc, apart):
+    """Two projections are stacked or concatenated, then taken apart: `apart(gate, up)`."""
+
+    def both(x, m):
+        gate, up = apart(m.gate(x), m.up(x))
+        return m.down(F.relu(gate) * up)
+
+    both.__name__, both.__doc__ = name, doc
+    block()(both)
+
+
+put_together("stacked_entries", "h[0], h[1]", lambda g, u: torch.stack([g, u]))
+put_together("stacked_unbind", "on the last axis", lambda g, u: torch.stack((g, u), -1).unbind(-1))
+put_together(
+    "stacked_chunk",
+    "halves of one, squeezed",
+    lambda g, u: [h.squeeze(1) for h in torch.stack((g, u), 1).chunk(2, 1)],
+)
+put_together("joined_chunk", "cat, chunk", lambda g, u: torch.cat((g, u), -1).chunk(2, -1))
+put_together(
+    "joined_swapped", "the gate last", lambda g, u: torch.cat((u, g), -1).split(N, -1)[::-1]
+)
+put_together(
+    "joined_tokens",
+    "cat along the batch, slices of it",
+    lambda g, u: (torch.cat((g, u))[: len(g)], torch.cat((g, u))[len(g) :]),
+)
+put_together(
+    "joined_narrow",
+    "three of them, narrowed",
+    lambda g, u: [torch.cat((g, u, g), -1).narrow(-1, i * N, N) for i in (0, 1)],
+)
+
+
+@block()
+@block(dynamic=True, prefix="any_size_")
+def product_where_the_gate_is_positive(x, m):
+    """where(g > 0, g * u, 0)"""
+    gate = m.gate(x)
+    return m.down(torch.where(gate > 0, gate * m.up(x), 0))
+
+
+@block()
+@block(dynamic=True, prefix="any_size_")
+def crosscoder(x, m):
+    """one dictionary for the activations of several layers"""
+    layers, decoder = x.unflatten(-1, (2, -1)), m.down.weight.t().reshape(N, 2, -1)
+    f = F.relu(torch.einsum("bsld,nld->bsn", layers, m.up.weight.view(N, 2, -1)))
+    return torch.einsum("bsn,nld->bsld", f, decoder)
+
+
+@block()
+def crosscoder_by_tensordot(x, m):
+    """both by tensordot, the weights [D, N] and [N, D] as views"""
+    layers, decoder = x.unflatten(-1, (2, -1)), m.down.weight.t().unflatten(1, (2, -1))
+    encoder = m.up.weight.t().unflatten(0, (2, -1))
+    return torch.tensordot(F.relu(torch.tensordot(layers, encoder, 2)), decoder, 1)
+
+
+@block(dynamic=True)
+def stacked_in_a_loop(x, m):
+    """torch.stack([f(x) for f in ...])"""
+    h = torch.stack([f(x) for f in (m.gate, m.up)], dim=2)
+    return m.down(F.relu(h[:, :, 0]) * h.select(2, 1))
+
+
 @formula()
 def bare_matmul(x, g, u, d):
     """x @ W, weights stored [K, N] as JAX ports do."""

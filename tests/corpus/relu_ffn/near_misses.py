@@ -46,15 +46,27 @@ def selected_by_another_projection(x, m):
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
-@miss("over several axes at once", at="bsn,nld->bsld")
-def crosscoder(x, m):
-    """one dictionary for the activations of several layers"""
+@miss("over several axes at once", at="bsn,lnd->bsld")
+def crosscoder_of_turned_weights(x, m):
+    """one dictionary for the activations of several layers, the decoder's weight by layer"""
+    layers, decoder = x.unflatten(-1, (2, -1)), m.gate.weight.view(2, -1, K)
+    f = F.relu(torch.einsum("bsld,nld->bsn", layers, m.up.weight[: N // 2].unflatten(1, (2, -1))))
+    return torch.einsum("bsn,lnd->bsld", f, decoder)
+
+
+@miss("weights of its own", at="bsln,nld->bsld")
+def layers_of_their_own(x, m):
+    """the activations are not summed over the layers"""
     layers = x.unflatten(-1, (2, -1))
-    encoder, decoder = (
-        w.view(N, 2, -1) for w in (m.up.weight, m.down.weight.t().reshape(N, 2, -1))
-    )
-    f = F.relu(torch.einsum("bsld,nld->bsn", layers, encoder))
-    return torch.einsum("bsn,nld->bsld", f, decoder)
+    f = F.relu(torch.einsum("bsld,nld->bsln", layers, m.up.weight.view(N, 2, -1)))
+    return torch.einsum("bsln,nld->bsld", f, m.gate.weight.view(N, 2, -1))
+
+
+@miss("over several axes at once", at="bsln,lnd->bsd")
+def neurons_on_two_axes(x, m):
+    """the down projection is over both axes"""
+    f = F.relu(torch.einsum("bsd,lnd->bsln", x, m.up.weight.view(2, -1, K)))
+    return torch.einsum("bsln,lnd->bsd", f, m.gate.weight.view(2, -1, K))
 
 
 @miss("activations are also returned", at="h =")
@@ -303,3 +315,32 @@ def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""
     h = F.relu(m.gate(x))
     return m.down(torch.where(h > torch.linspace(0, 0.2, N), h, 0.0) * m.up(x))
+
+
+@miss("a factor of its own", at="torch.where(")
+def threshold_in_a_buffer(x, m):
+    """FATReLU with its threshold in a buffer of one number, in a gated block"""
+    h = m.gate(x)
+    return m.down(torch.where(h > torch.linspace(0.1, 1, N)[0], h * m.up(x), 0.0))
+
+
+@miss("cat after the linear", at="torch.cat(")
+def joined_parts_of_both(x, m):
+    """the middle of a concatenation"""
+    h = torch.cat((m.gate(x), m.up(x)), -1)
+    return m.down(F.relu(h[..., :N]) * h[..., N // 2 : -N // 2])
+
+
+@miss("also read by norm", at="h.norm()")
+def stack_that_is_measured(x, m):
+    """the norm of both"""
+    h = torch.stack((m.gate(x), m.up(x)))
+    return m.down(F.relu(h[0]) * h[1]), h.norm()
+
+
+@miss("stack after the linear", at="torch.stack(")
+def stack_that_is_written(x, m):
+    """scaled in place"""
+    h = torch.stack((m.gate(x), m.up(x)))
+    h.mul_(torch.linspace(0, 1, N))
+    return m.down(F.relu(h[0]) * h[1])

@@ -309,10 +309,71 @@ def fill_value_in_a_buffer(self, h, mask):
     return tokens(kept).amax(1)
 
 
-@head("maybe", "the mask enters by a contraction")
+@head()
+@head(dynamic=True, prefix="any_size_")
 def mask_by_einsum(logits, mask):
     """einsum('bsv,bs->bsv', ...)"""
     return torch.einsum("bsv,bs->bsv", tokens(logits), mask.to(logits.dtype)).amax(1)
+
+
+@head(mask_dtype=torch.float32)
+def mask_by_einsum_that_turns(logits, mask):
+    """The mask first, on the logits, the sequence put last on the way."""
+    return tokens(torch.einsum("b s, b s v -> b v s", mask, logits).max(-1).values)
+
+
+@head(mask_dtype=torch.float32)
+def mask_by_einsum_with_an_axis_of_one(logits, mask):
+    """The mask is [B, S, 1], its last axis a letter of its own."""
+    return torch.einsum("bsv,bsk->bsv", tokens(logits), mask[..., None]).amax(1)
+
+
+@head(mask_dtype=torch.float32)
+def mask_by_einsum_with_ellipsis(logits, mask):
+    """'...v,...->...v'"""
+    return torch.einsum("...v,...->...v", tokens(logits), mask).amax(1)
+
+
+def of_lengths(keep):
+    """Register a mask that `keep(positions, n)` makes of [S] and [B]."""
+
+    def pool(self, h, n):
+        logits = self.decoder(h)
+        kept = keep(torch.arange(logits.size(1)), n).expand(logits.size(0), -1, logits.size(2))
+        return (tokens(logits) * kept).amax(1)
+
+    pool.__name__, pool.__doc__ = (
+        keep.__name__,
+        "the mask is made of lengths, expanded to all terms",
+    )
+    encoder(inputs=(hidden, lambda: torch.tensor([7, 4, 2])))(pool)
+    return keep
+
+
+@of_lengths
+def lengths_new_axes(positions, n):
+    return positions[None, :, None] < n[:, None, None]
+
+
+@of_lengths
+def lengths_turned(positions, n):
+    return (positions[:, None] < n).t().unsqueeze(-1)
+
+
+@of_lengths
+def lengths_repeated(positions, n):
+    return ~(positions.repeat(len(n), 1) >= n.view(-1, 1)).unsqueeze(2)
+
+
+@of_lengths
+def lengths_of_a_mesh(positions, n):
+    i, j = torch.meshgrid(n, positions, indexing="ij")
+    return (i > j)[..., None]
+
+
+@of_lengths
+def lengths_expanded_first(positions, n):
+    return positions[:, None].expand(-1, V)[None] < n[:, None, None]
 
 
 @encoder(

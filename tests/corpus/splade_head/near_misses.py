@@ -642,3 +642,46 @@ def weight_written_after_it_was_repeated(logits, mask):
     repeated = turned.repeat(B, 1, 1)
     turned.zero_()
     return (tokens(torch.bmm(logits, repeated)) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("a product of its own", at="functools.reduce(")
+def tokens_projected_one_by_one(logits, mask):
+    """rows of the logits, each activated in a loop"""
+    return functools.reduce(
+        torch.maximum, [tokens(logits[:, i]) * mask[:, i, None] for i in range(logits.size(1))]
+    )
+
+
+@head("some of the tokens", modes=INFER, at="functools.reduce(")
+def maximum_of_some_tokens(logits, mask):
+    """CLS does not count"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return functools.reduce(torch.maximum, weights.unbind(1)[1:])
+
+
+@head("maximum is also returned", modes=INFER, at="before = functools.reduce(")
+def best_so_far(logits, mask):
+    """early exit: what all but the last token say"""
+    first, *rest = (tokens(logits) * mask.unsqueeze(-1)).unbind(1)
+    before = functools.reduce(torch.maximum, rest[:-1], first)
+    return torch.maximum(before, rest[-1]), before
+
+
+@head("stack after the linear", modes=INFER, at="torch.stack(")
+def stacked_backwards(logits, mask):
+    """the position that is found is another's"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return torch.stack(weights.unbind(1)[::-1]).max(0)
+
+
+@head("differs by token and by output", at="torch.einsum(")
+def einsum_of_tokens_and_terms(logits, mask):
+    """einsum with a full tensor"""
+    noise = torch.linspace(0, 1, logits[0].numel()).view(logits.shape[1:])
+    return torch.einsum("bsv,sv->bsv", tokens(logits), noise).amax(1)
+
+
+@head("weighted sum over the sequence", mask_dtype=torch.float32, at="torch.einsum(")
+def einsum_that_adds_up(logits, mask):
+    """'bsv,bs->bv'"""
+    return torch.einsum("bsv,bs->bv", tokens(logits), mask)

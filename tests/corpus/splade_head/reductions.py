@@ -415,18 +415,46 @@ def infinity_norm(logits, mask):
     return torch.linalg.vector_norm(weights, ord=float("inf"), dim=1)
 
 
-@head("maybe", "one select a token, stacked")
+@head()
+@head(dynamic=True, prefix="any_size_")
 def stack_of_tokens(logits, mask):
     """torch.stack([...]).max(0)"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return torch.stack([weights[:, i] for i in range(weights.size(1))]).max(0).values
 
 
-@head("maybe", "one maximum a token, chained")
+@head()
+def stack_of_unbound(logits, mask):
+    """torch.stack(x.unbind(1), 1).amax(1): back where they were"""
+    return torch.stack((tokens(logits) * mask.unsqueeze(-1)).unbind(1), dim=1).amax(1)
+
+
+@head(modes=INFER)
+@head("no_rewrite", "unequal parts of the gradient", TRAIN, at="functools.reduce(torch.maximum")
 def reduce_maximum(logits, mask):
     """functools.reduce(torch.maximum, x.unbind(1))"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return functools.reduce(torch.maximum, weights.unbind(1))
+
+
+@head(modes=INFER, dynamic=True)
+def loop_from_zeros(logits, mask):
+    """best starts as zeros, so that empty sequences have them; the mask is -inf before"""
+    logits = logits.masked_fill(mask.unsqueeze(-1) == 0, -torch.inf)
+    best = torch.zeros_like(logits[:, 0])
+    for i in range(logits.size(1)):
+        best = torch.maximum(best, logits[:, i])
+    return best.log1p()
+
+
+@head(modes=INFER)
+def loop_from_the_first(logits, mask):
+    """best = weights[:, 0], then the rest of them, backwards"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    best = weights[:, 0]
+    for i in range(weights.size(1) - 1, 0, -1):
+        best = torch.max(weights[:, i], best)
+    return best
 
 
 @head("maybe", "the argmax is used too; where every weight is 0 it depends on the order of the max")
