@@ -225,6 +225,9 @@ NOTHING_OF_IT["published.sparse_scores"] = {
 
 TRUE["sparse_scores"] = {
     "candidates_of_each_query": ("documents of its own", "q.gather("),
+    "weights_of_each_group": ("differ from query to query", "(q[..., c.ids] * torch.stack("),
+    "groups_that_change_places": ("queries on several axes", '"abnl,nl->ban"'),
+    "candidates_by_rows_and_columns": ("documents of its own", "q[rows, c.ids[candidates]]"),
     "candidates_ranked_again": ("dense vectors", "vectors[candidates]"),
     "gathered_weights_reused": ("also read by gt", "(picked > 0)"),
     "into_the_callers_buffer": ("does not start at zero", "(c.lengths * 0.1).index_add_("),
@@ -257,6 +260,7 @@ TRUE["sparse_scores"] = {
     "best_list_of_a_document": ("'amax': only sums", ".scatter_reduce(1, docs"),
 }
 NOTHING_OF_IT["sparse_scores"] = {
+    "groups_added_up": "no scores of a query",
     "norm_of_an_embedding": "an embedding",
     "average_of_embeddings": "an embedding",
     "rows_reversed": "a lookup by two coordinates that are not followed",
