@@ -349,6 +349,8 @@ def untaken(
         return None
     if not all(view.is_tensor(t) and view.dtype(t) == view.dtype(x) for t in tensors):
         return None
+    if len({len(view.shape(t)) for t in tensors}) != 1:
+        return None  # cat takes empty tensors of one axis beside all others
     if isinstance(which, int):
         if joint.name == "cat":
             return None

@@ -62,6 +62,11 @@ class Factor:
         return reshaped(e, t, entries)
 
 
+def merged(shape: Sequence[Any], lead: int) -> tuple[Any, ...]:
+    """A shape whose first axes, one more than `lead`, are one."""
+    return (math.prod(shape[: lead + 1]), *shape[lead + 1 :])
+
+
 def reshaped(e: Emitter, t: fx.Node, shape: Sequence[Any]) -> fx.Node:
     """`t` in another shape of which at most one size is unknown."""
     have = tuple(fake(t).shape)
@@ -104,6 +109,15 @@ class Weighted:
         return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
 
     @property
+    def lead(self) -> int:
+        """How many axes the shape has less than `node`, since the queries' are one."""
+        return self.gather.lead
+
+    def alike(self, shape: Sequence[Any]) -> bool:
+        """Whether a tensor of a shape has that of the contributions."""
+        return same_sizes(merged(shape, self.lead), self.shape)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the contributions; an assignment to them has no value of its own."""
         values = (fake(n) for n in (self.node, *reversed(self.nodes)))
@@ -143,6 +157,10 @@ class Weighted:
         """One node further, which multiplies by a factor; see `Factor`."""
         reads = self.reads
         if isinstance(operand, fx.Node):
+            if self.lead and len(sizes := view.shape(operand)) >= len(self.shape):
+                if any(not same_size(s, 1) for s in sizes[: 1 - len(self.shape)]):
+                    raise NoMatch("the document weights differ from query to query", node)
+                raise NoMatch(SEVERAL, node)
             apart = self.batch is not None and make is None
             from_end = len(self.shape) - (self.batch or 0) if apart else None
             check_shared(view, self, operand, node, from_end)
@@ -206,6 +224,7 @@ def _applied(e: Emitter, apply: Callable[..., Any], a: Any, b: Any) -> Any:
     return e.call(apply, a, b) if isinstance(a, fx.Node) or isinstance(b, fx.Node) else apply(a, b)
 
 
+SEVERAL = "queries on several axes: make one of them before (flatten), and several of the scores' (unflatten)"
 ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
 
 
@@ -218,8 +237,9 @@ def check_shared(
 ) -> None:
     """A factor must be the same for every query, whose axis is `from_end` from the end, and need no gradient."""
     if from_end is not None and not uniform(view, operand, from_end, reader):
-        looked_up, _ = view.behind(operand, VIEWS | COPIES | {"cast"})
-        if w.gather.features and view.name_of(looked_up) in ("gather", "take_along_dim"):
+        original, passed = view.behind(operand, VIEWS | COPIES | {"cast"})
+        looked_up = next((n for n in (*passed, original) if _by_query(view, n)), None)
+        if w.gather.features and looked_up is not None:
             raise NoMatch(
                 "every query has documents of its own: the operator takes one collection", looked_up
             )
@@ -235,3 +255,11 @@ def check_shared(
         raise NoMatch(
             "the document weights are learnt, and the operator has no gradient for them", reader
         )
+
+
+def _by_query(view: GraphView, node: Any) -> bool:
+    """Whether a look-up has an index of each row's own: gather, or an index of rows and columns."""
+    call = view.call(node)
+    index = call.get("index") if call is not None else None
+    pairs = isinstance(index, tuple) and sum(map(view.is_tensor, index)) > 1
+    return pairs or (call is not None and call.name in ("gather", "take_along_dim"))

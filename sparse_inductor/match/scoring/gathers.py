@@ -30,7 +30,8 @@ class Gather:
     table: builds the table as [V] or [B, V]; ids: builds the ids. batch: the axis of `node` that is
     the table's batch axis, or None. features: the table was [V, B] as written and nothing says that
     it is a transposed batch of queries. source, index: the nodes that hold both, which must not
-    change before they are read again. gradient: why the table's gradient is not what indexing gives it, if so.
+    change before they are read again. gradient: why the table's gradient is not what indexing gives it, if so. lead:
+    how many axes of queries of `node` the table has merged into its batch axis, beside that one.
     """
 
     node: fx.Node
@@ -41,6 +42,7 @@ class Gather:
     batch: int | None
     features: bool = False
     gradient: str | None = None
+    lead: int = 0
 
 
 def gather_of(view: GraphView, node: Any) -> Gather | None:
@@ -57,6 +59,20 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
         return None
     gather = _lookup(view, node, found.table, found.axis, found.ids, *found.others)
     return gather and dataclasses.replace(gather, gradient=table_gradient(call))
+
+
+def queries_of(view: GraphView, node: Any) -> Gather | None:
+    """The node as a gather; the queries may be on several axes, which are merged then."""
+    call = view.call(node)
+    if call is None or call.inplace or not view.is_tensor(node):
+        return None
+    found = _indexed(view, node, call)
+    ndim = 0 if found is None else len(view.shape(found.table))
+    whole = found is not None and all(i == slice(None) for i in found.others)
+    if found is None or ndim < 3 or found.axis != ndim - 1 or not whole:
+        return gather_of(view, node)
+    table = lambda e: e.method("flatten", found.table, 0, ndim - 2)
+    return Gather(node, found.table, found.ids, table, lambda e: found.ids, 0, lead=ndim - 2)
 
 
 def rows_of(view: GraphView, node: Any) -> Gather | None:

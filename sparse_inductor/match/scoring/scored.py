@@ -17,7 +17,7 @@ from ...graph.names import Call, canonical, name_of
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, fake, same_size, static_size
 from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
-from .contributions import Weighted, reshaped
+from .contributions import Weighted, merged, reshaped
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
@@ -122,6 +122,10 @@ class Scores:
         want = tuple(fake(self.node).shape)
         if self.batch is None:
             return reshaped(e, scores, want)
+        if lead := self.w.lead:
+            scores = reshaped(e, scores, merged(want, lead))
+            queries = tuple(e.size(self.w.gather.source, a) for a in range(lead + 1))
+            return e.method("unflatten", scores, 0, queries)
         docs = [s for a, s in enumerate(want) if a != self.batch]
         scores = reshaped(e, scores, (want[self.batch], *docs))
         if self.batch != 0:

@@ -15,7 +15,8 @@ from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, same_size
-from .contributions import Factor, OfRows, Weighted, check_shared
+from .contributions import SEVERAL, Factor, OfRows, Weighted, check_shared
+from .gathers import queries_of
 from .scored import Scores
 from .weighted import gathered_among, preference, weighted
 
@@ -24,7 +25,7 @@ Letters = Sequence[str]
 
 def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     try:
-        w = weighted(view, call["input"], node)
+        w = weighted(view, call["input"], node, queries_of)
     except OfRows as rows:
         raise _dense(rows) if call.get("dim") in (-1, [-1], (-1,)) else rows from None
     return None if w is None else _summed(node, w, call.get("dim"), call.get("keepdim", False))
@@ -36,9 +37,12 @@ def _dense(rows: OfRows) -> NoMatch:
 
 
 def _summed(node: fx.Node, w: Weighted, dim: Any, keepdim: bool) -> Scores | None:
-    n = len(w.shape)
+    n = len(w.shape) + w.lead
     dims = range(n) if dim is None else listed(dim)
-    reduced = {d % n for d in dims}
+    reduced = {d % n - w.lead for d in dims}
+    if w.lead and min(reduced) <= 0:
+        return None
+    n -= w.lead
     kept = tuple(a for a in range(n) if a not in reduced)
     return _reduction(node, w, kept, sorted(reduced) if keepdim else ())
 
@@ -71,13 +75,21 @@ def _labelled(
     out: Letters,
 ) -> Scores | None:
     """A product of operands with lettered axes, summed over the letters that `out` lacks."""
-    found = gathered_among(operands, lambda x: weighted(view, x, node))
+    found = gathered_among(operands, lambda x: weighted(view, x, node, queries_of))
     if not found:
         return None
     mine, w = min(found, key=lambda f: preference(view, f[1]))
     xs = letters[mine]
-    if len(set(xs)) != len(xs) or len(xs) != len(w.shape):
+    if len(set(xs)) != len(xs) or len(xs) != len(w.shape) + w.lead:
         return None
+    if w.lead:
+        queries = xs[: w.lead + 1]
+        others = {c for i, ys in enumerate(letters) if i != mine for c in ys}
+        if others & {*queries} or not {*queries} <= {*out}:
+            return None
+        if list(out[: w.lead + 1]) != list(queries):
+            raise NoMatch(SEVERAL, node)
+        xs, out = xs[w.lead :], out[w.lead :]
     for i, other in enumerate(operands):
         if i == mine:
             continue

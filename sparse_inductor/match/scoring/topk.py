@@ -13,6 +13,7 @@ from ...graph.indices import expanded_index, only_slices
 from ...graph.shapes import order_of
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
+from .contributions import merged
 from .postings import Postings
 from .scored import Scores, names_of
 
@@ -43,7 +44,7 @@ class Top:
             if self.batch is not None and self.batch > self.dim:  # [k, B] as the user has it
                 t = e.method("t", t)
             if self.reduced:
-                t = e.method("squeeze", t, self.dim)
+                t = e.method("squeeze", t, min(self.dim, fake(t).dim() - 1))
             want = fake(self._result(i))
             if want is not None:
                 if tuple(want.shape) != tuple(fake(t).shape):
@@ -71,11 +72,16 @@ class Top:
 def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
     """The selection that alone reads the scores, through views."""
     shape = view.shape(s.node)
+    if s.w.lead:
+        if not all(isinstance(size, int) for size in shape):
+            return None
+        shape = merged(shape, s.w.lead)
     wide = [a for a in range(len(shape)) if a != s.batch and not same_size(shape[a], 1)]
     if len(wide) != 1 and len(shape) - (s.batch is not None) != 1:
         return None
     doc = wide[0] if wide else next(a for a in range(len(shape)) if a != s.batch)
     axes = ["b" if a == s.batch else "n" if a == doc else "1" for a in range(len(shape))]
+    axes = ["b"] * s.w.lead + axes
     if view.needs_grad(s.node):
         return None  # the gradient needs the scores' documents; scatter them from the top-k is not worth it
     node, path = s.node, []
@@ -91,6 +97,8 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
         reader = readers[0]
         call = view.call(reader)
         if call is None or call.inplace or call.args.get("input") not in (node, *written):
+            return None
+        if s.w.lead and call.name not in COPIES and call.name in REORDERS | _VIEWS:
             return None
         if call.name in COPIES | REORDERS | _VIEWS:
             moved = _moved(view, axes, call, reader)

@@ -23,7 +23,7 @@ from ...graph.shapes import kept_axis, order_of
 from ...graph.values import is_parameter, rounds
 from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES, VIEWS
-from .contributions import Weighted
+from .contributions import Weighted, merged
 from .gathers import Gather, gather_of
 
 Read = Callable[[GraphView, Any], Gather | None]
@@ -54,7 +54,8 @@ def weighted(
     found = read(view, seen)
     if found is not None:
         reads = ((found.source, seen), (found.index, seen))
-        return Weighted(seen, found, view.shape(seen), found.batch, nodes=(seen,), reads=reads)
+        shape = merged(view.shape(seen), found.lead)
+        return Weighted(seen, found, shape, found.batch, nodes=(seen,), reads=reads)
     call = view.call(seen)
     up = lambda x: weighted(view, x, seen, read, reach - 1)
     if call is None:
@@ -131,7 +132,7 @@ def _product(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | N
     if not found or (len(found) == 2 and all(w.gather.features for _, w in found)):
         return None
     shape = view.shape(node)
-    full = lambda w: same_sizes(shape, w.shape)
+    full = lambda w: w.alike(shape)
     mine, w = min(found, key=lambda f: (not full(f[1]), *preference(view, f[1])))
     other = operands[1 - mine]
     if not full(w):
@@ -173,7 +174,7 @@ def _masked(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | No
         assigns and not view.dtype(w.gather.node).is_floating_point
     ):
         raise NoMatch("masked contributions are not 0", node)
-    if not (assigns or same_sizes(view.shape(node), w.shape)):
+    if not (assigns or w.alike(view.shape(node))):
         raise NoMatch("the mask has more axes than the contributions", node)
     return w.times(view, node, "drop" if found.negate else "keep", mask)
 
@@ -205,6 +206,8 @@ def _lettered(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | 
 def _viewed(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | None:
     """A view keeps the entries in their order and the batch axis apart from them."""
     if (w := up(call["input"])) is None:
+        return None
+    if w.lead:
         return None
     before, after = w.shape, view.shape(node)
     n = len(before)

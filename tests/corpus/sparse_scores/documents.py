@@ -164,3 +164,27 @@ def best_documents_first_and_viewed(c, q):
 def einsum_of_one(c, q):
     """the sum as an einsum, documents first"""
     return torch.einsum("bnl->nb", q[:, c.ids] * c.values)
+
+
+@scoring(modes=BOTH, groups=True)
+def groups_of_queries(c, q):
+    """queries of a group, for each text"""
+    return (q[..., c.ids] * c.values).sum(-1)
+
+
+@scoring(modes=BOTH, groups=True)
+def groups_of_queries_by_einsum(c, q):
+    """abnl,nl->abn, functions and a mask on the way"""
+    return torch.einsum("abnl,nl->abn", q[:, :, c.ids].relu().masked_fill(~c.mask, 0.0), c.values)
+
+
+@scoring(groups=True, dynamic=True)
+def groups_of_queries_of_any_size(c, q):
+    """keepdim, then the best of each"""
+    return (q[:, :, c.ids] * c.values).sum(3, keepdim=True).squeeze(3).topk(K)
+
+
+@scoring(groups=True)
+def groups_of_queries_and_the_best(c, q):
+    """the scores are not written"""
+    return torch.sum(c.values * q[..., c.ids], -1).max(-1)

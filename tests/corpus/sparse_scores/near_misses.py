@@ -201,3 +201,31 @@ def average_of_embeddings():
         return (table(ids) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
 
     return average, (torch.randint(0, V, (2, 5)), torch.ones(2, 5))
+
+
+@scoring(
+    "no_rewrite", "differ from query to query", groups=True, at="(q[..., c.ids] * torch.stack("
+)
+def weights_of_each_group(c, q):
+    """queries [A, B, V], weights [A, 1, N, L]"""
+    return (q[..., c.ids] * torch.stack((c.values, c.values * 2))[:, None]).sum(-1)
+
+
+@scoring("no_rewrite", "queries on several axes", groups=True, at='"abnl,nl->ban"')
+def groups_that_change_places(c, q):
+    """abnl,nl->ban"""
+    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values)
+
+
+@scoring("no_rewrite", "the queries of a group are added up", groups=True)
+def groups_added_up(c, q):
+    """a sum over the queries as well"""
+    return (q[..., c.ids] * c.values).sum((1, 3))
+
+
+@scoring("no_rewrite", "documents of its own", at="q[rows, c.ids[candidates]]")
+def candidates_by_rows_and_columns(c, q):
+    """q[arange, ids[candidates]]"""
+    candidates = torch.arange(len(q))[:, None] + torch.arange(4)
+    rows = torch.arange(len(q))[:, None, None]
+    return (q[rows, c.ids[candidates]] * c.values[candidates]).sum(-1)

@@ -61,17 +61,20 @@ def scoring(
     *,
     batch: bool = True,
     terms: bool = False,
+    groups: bool = False,
     index: torch.dtype = torch.int64,
     dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
     """Register `score(collection, query)`, or with `terms` `score(collection, terms, weights)`.
 
-    query [B, V] (or [V]); terms, weights [B, 4] (or [4]).
+    query [B, V] (or [V], with `groups` [2, B, V]); terms, weights [B, 4] (or [4]).
     """
 
     def make(score: Callable) -> tuple:
         inputs = query_terms(batch, dtype) if terms else (query(batch, dtype),)
+        if groups:
+            inputs = (torch.stack((inputs[0], inputs[0].flip(0))).detach().requires_grad_(),)
         return Collection(score, index, dtype), inputs
 
     return function(make, expect, why, modes, **fields)
