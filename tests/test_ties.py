@@ -11,6 +11,7 @@ from torch import nn
 import sparse_inductor
 from sparse_inductor import compat
 from sparse_inductor.epilogue.steps import dual
+from sparse_inductor.graph.emit import own_operator
 from sparse_inductor.graph.scalars import scalar_steps
 from sparse_inductor.graph.view import GraphView
 from sparse_inductor.testing import compile_without_codegen
@@ -109,7 +110,7 @@ def test_a_shared_maximum_in_the_longest_sequence_of_a_width():
     """A byte holds the positions of 127 tokens and says which are shared."""
     for length in (127, 128):
         hidden = torch.ones(1, length, 2, requires_grad=True)
-        values, _ = torch.ops.sparse_inductor.splade_head(
+        values, _ = own_operator("splade_head")(
             hidden, torch.ones(3, 2), None, [], "relu", even=True
         )
         (grad,) = torch.autograd.grad(values.sum(), hidden)
