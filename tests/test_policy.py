@@ -365,6 +365,16 @@ def test_popular_neurons_of_any_shape(shape, dynamic):
     assert not sparse_inductor.report().pending
 
 
+@pytest.mark.parametrize("row", [row for row in break_even.TABLE if row.apart])
+def test_what_the_operator_takes_as_dense_does_not_pay(row):
+    """A sample says how much is left to gather, so the limit keeps a distance."""
+    from sparse_inductor.kernels.relu_ffn import packing
+
+    sizes = {"tokens": 8192, "weight": 4096 * 11008, "width": 4096, "branches": 2, "training": 1}
+    apart = break_even._apart(row, sizes)
+    assert apart is not None and apart.dense <= 0.9 * packing.DENSE_ROW
+
+
 def test_costs_do_not_depend_on_the_default_dtype():
     rows = torch.full((2, 1000), 1000)
     active = torch.arange(1000).repeat(2, 1)

@@ -84,9 +84,8 @@ class Site:
 
     def decide(self, active: torch.Tensor, total: torch.Tensor) -> None:
         """Take note of counts, [counters] each; `version` is what follows from them."""
-        if (
-            not len(total) or not total.all() or (active > total).any()
-        ):  # nothing ran, or too much to be counted
+        # Nothing ran, or more than the counters hold.
+        if not len(total) or not total.all() or (active > total).any():
             return
         share = int(active.sum()) / int(total.sum())
         self.share = self.cost = share
