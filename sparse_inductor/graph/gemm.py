@@ -22,7 +22,8 @@ from .contraction import PRODUCTS, Contraction, Operand, contraction
 from .emit import Emitter
 from .indices import items_of, only_new_axes
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
-from .shapes import entry_of_axis, order_of
+from .parts import entry_of_axis
+from .shapes import order_of
 from .values import is_parameter, only_along, uniform
 from .view import GraphView, fake, same_sizes
 from .vocabulary import COPIES, SPREADS

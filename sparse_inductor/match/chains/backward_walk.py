@@ -19,9 +19,10 @@ from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.parts import part_of_axis, restacked, undone, untaken
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.shapes import Combined, part_of_axis, restacked, undone, untaken
+from ...graph.shapes import Combined
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS

@@ -17,7 +17,7 @@ from ...graph.gemm import linears
 from ...graph.indices import expanded_index, sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.shapes import entries_of
+from ...graph.parts import entries_of
 from ...graph.view import GraphView, same_size, same_sizes
 from .backward_walk import walk_back
 from .chain import Chain

@@ -19,9 +19,10 @@ from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.parts import undone, untaken
 from ...graph.scalars import RECTIFIERS, constant_factor
 from ...graph.selection import Assigned, selections
-from ...graph.shapes import Combined, undone, untaken
+from ...graph.shapes import Combined
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, same_sizes
 from ...graph.vocabulary import COMPARISONS, NEGATIONS, SHAPE_OPS
