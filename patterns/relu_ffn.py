@@ -54,14 +54,12 @@ from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_fla
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
-from sparse_inductor.policy.popular import may_take_popular
+from sparse_inductor.policy.popular import ALIGNED, may_take_popular
 from sparse_inductor.policy.worth import Worth
 
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 
-# Elements of 16 bits in the largest load.
-_ALIGNED = 8
 _SEVERAL_AXES = "projections over several axes at once, or to several: make one axis of them before (flatten, reshape)"
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
@@ -178,7 +176,7 @@ class BlockMatch:
     @property
     def _padding(self) -> int:
         """Rows of zeros behind those of weighted sums, with which a neuron's weights stay a whole number of loads."""
-        return -sum(d.width is not None for d in self.others.downs) % _ALIGNED
+        return -sum(d.width is not None for d in self.others.downs) % ALIGNED
 
     def _down_bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
         bias = self.reading.down.emit_bias(e)

@@ -12,7 +12,7 @@ import torch
 # Neurons up to which the most active ones are told apart: one program counts through all of them.
 _MOST_COUNTED = 1 << 15
 # Elements of 16 bits in the largest load.
-_ALIGNED = 8
+ALIGNED = 8
 STEP = 128
 """Popular neurons are a multiple of this: a tile of a matrix product."""
 
@@ -32,7 +32,7 @@ class Apart(NamedTuple):
 
 def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool) -> bool:
     """Whether a Hopper GPU takes popular neurons of such a block by products over all tokens."""
-    multiples = not (neurons % _ALIGNED or inputs % _ALIGNED)
+    multiples = not (neurons % ALIGNED or inputs % ALIGNED)
     return dtype.itemsize == 2 and multiples and not stats and neurons <= _MOST_COUNTED
 
 

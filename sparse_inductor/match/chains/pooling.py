@@ -118,11 +118,18 @@ def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple
     return nodes, leaves
 
 
+def _entries(
+    view: GraphView, leaves: list[tuple[Any, fx.Node]]
+) -> tuple[fx.Node, int, list[int], tuple[fx.Node, ...]] | None:
+    """What is compared as entries of an axis, but for numbers; see `entries_of`."""
+    return entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
+
+
 def _one_by_one(view: GraphView, node: fx.Node) -> Reduction | None:
     """The entries of an axis compared with maximum(), two at a time, and maybe with a number."""
     nodes, leaves = _compared(view, node)
     numbers = [c for x, reader in leaves if (c := view.const(x, reader)) is not None]
-    entries = entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
+    entries = _entries(view, leaves)
     if entries is None:
         return None
     x, dim, which, passed = entries
@@ -266,8 +273,7 @@ def _separate(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> str | None:
     activated = [found for found in names if "linear" in found and found & _RISES and found & _LOGS]
     if len(activated) < 2:
         return None
-    entries = entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
-    return _SOME if entries is not None else _EACH
+    return _EACH if _entries(view, leaves) is None else _SOME
 
 
 def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
