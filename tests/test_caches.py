@@ -87,6 +87,22 @@ print(json.dumps({
 """
 
 
+# In place of the function: blocks that run as written and are counted.
+COUNTED = """
+from sparse_inductor.policy.worth import Worth
+from sparse_inductor.selection import registered
+
+type(registered()["relu_ffn"]).worth = lambda *_: Worth(0.05, "for this test")
+weights = [torch.eye(8, 6) for _ in range(3)]
+
+def fn(x):
+    x = x[None]
+    for weight in weights:
+        x = x + torch.relu(x @ weight.t()) @ weight
+    return x
+"""
+
+
 @pytest.fixture
 def run(tmp_path):
     """Run PROGRAM in a process of its own, on copies of the package and the toy pattern, with one
@@ -141,6 +157,17 @@ def test_a_second_process_hits_and_its_report_is_complete(run, way):
 
 
 @pytest.mark.heavy
+def test_a_second_process_hits_where_blocks_are_counted(run):
+    def counted(seed):
+        told = "result['report'] = str(sparse_inductor.report())"
+        names = {"PYTHONHASHSEED": seed}
+        return run(before=COUNTED, then=told, enable={"policy": "auto"}, env=names)
+
+    first, second = map(counted, "12")
+    assert first["report"].count("not counted yet") == 3
+    assert state(first) == MISS and state(second) == HIT
+
+
 def test_a_changed_option_misses(run):
     assert state(run()) == MISS
     unrewritten = run(enable={"skip": "toy"})

@@ -119,7 +119,8 @@ def add_buffer(
     from torch._dynamo.source import AttrSource, GetItemSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    module.register_buffer(name, value, persistent=False)
+    # Names of buffers that are not kept are a set, whose order would be in the key of AOTAutograd's cache.
+    module.register_buffer(name, value)
     sources = getattr(module, "_param_name_to_source", None)
     if sources is not None:
         imported = InstructionTranslator.current_tx().import_source(kept[0])

@@ -55,6 +55,22 @@ def load(compiled: Any) -> None:
             function()
 
 
+_hashing = threading.RLock()
+
+
+def settle_cache_key(function: Any) -> None:
+    """Have Triton know a function by the same key in every process, to find there what another has compiled.
+
+    Up to 3.7 the key depends on whether what the function calls has been hashed before, and with that on which kernels
+    came first: so that is hashed first.
+    """
+    with _hashing:
+        if getattr(function, "hash", "") is None:
+            for called in inspect.getclosurevars(function.fn).globals.values():
+                settle_cache_key(called)
+            function.cache_key  # noqa: B018
+
+
 @contextlib.contextmanager
 def launches_seen(see: LaunchSeen, unseen: Callable[[str], None]) -> Iterator[Callable[[], int]]:
     """Have `see` called after each launch of this thread in the block, whoever makes it; gives their number so far.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from processes import python
 from sparse_inductor.compat import triton as triton_parts
 from sparse_inductor.kernels.common import launch as module
 from sparse_inductor.kernels.common.launch import launch
@@ -207,6 +208,36 @@ def test_one_kernel_is_loaded_at_a_time():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(triton_parts.load, [Compiled() for _ in range(8)]))
     assert most == 1
+
+
+KEYS = """
+import importlib, pkgutil
+from triton import JITFunction
+import sparse_inductor.kernels as package
+from sparse_inductor.compat.triton import settle_cache_key
+
+functions = {}
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    for name, value in vars(importlib.import_module(module.name)).items():
+        value = getattr(value, "kernel", value)
+        if isinstance(value, JITFunction):
+            functions[value.__module__, name] = value
+
+def keys(names):
+    for function in functions.values():
+        function.hash, function.used_global_vals = None, {}
+    for name in names:
+        settle_cache_key(functions[name])
+    return {name: function.cache_key for name, function in functions.items()}
+
+assert len(functions) > 50
+assert keys(functions) == keys(reversed(functions))
+"""
+
+
+def test_a_kernel_has_one_cache_key_whatever_was_compiled_before():
+    """Triton 3.6 gave it others: a new process compiled again what another had."""
+    python("-c", KEYS, without=["TRITON_INTERPRET"])
 
 
 def test_every_kernel_goes_through_launch():

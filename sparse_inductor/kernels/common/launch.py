@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...compat.triton import LaunchSeen, launch_hooks_set, launches_seen, load
+from ...compat.triton import LaunchSeen, launch_hooks_set, launches_seen, load, settle_cache_key
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
@@ -134,6 +134,7 @@ def launch(
             here = torch.cuda.current_device()
         general = _general(kernel, args, constants, num_warps, options, here)
         if general not in _compiled:
+            settle_cache_key(kernel)
             named = {**constants, "num_warps": num_warps, **options}
             jobs[general] = functools.partial(_compile, general, kernel, grid, args, named)
         return
@@ -173,6 +174,7 @@ def launch(
             ]
             if constexprs:
                 raise TypeError(f"{constexprs} are constants, but given among the arguments")
+            settle_cache_key(kernel)
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
             if compiled is not None:  # under the interpreter there is nothing to keep
                 _compiled[general] = compiled
@@ -250,6 +252,7 @@ def captured(
     Raises what compiling or loading the kernel raises: once Inductor has the launch, no other layer can take its place.
     """
     like = [a.dtype if isinstance(a, Tensor) else a for a in args]
+    settle_cache_key(kernel)
     with torch.cuda.device(next(a.device for a in args if isinstance(a, Tensor))):
         load(kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps))
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
