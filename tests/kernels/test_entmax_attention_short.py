@@ -35,6 +35,13 @@ def test_any_alpha_and_variance(alpha, variance, device):
     check(*operands(device, **sizes(device, variance=variance)), alpha_value=alpha, causal=True)
 
 
+@pytest.mark.parametrize("part, D", [heavy(1 / 32, 32), heavy(0.55, 64), (1, 64), heavy(1, 128)])
+def test_numbers_of_keys_and_widths(part, D, device):
+    """Up to as many keys as stay, by rows of both kinds of tile."""
+    most = 256 if device.type == "cuda" else 32
+    check(*operands(device, **sizes(device, Lk=int(part * most), D=D, variance=6.0)))
+
+
 @pytest.mark.parametrize("fill, added", [(-math.inf, False), heavy(-1e4, False), heavy(0.25, True)])
 def test_masks(fill, added, device):
     """Grouped heads, padding of keys and of queries, a row without keys."""

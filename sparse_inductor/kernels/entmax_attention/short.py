@@ -18,6 +18,7 @@ from .problem import (
     Tile,
     dropped_score,
     key_scores,
+    larger,
     load_tile,
     open_head,
     product,
@@ -25,18 +26,22 @@ from .problem import (
     row_maxima,
     store_tile,
 )
-from .tau import POS_INF, bracket, clip_to_one, newton, powers, step
+from .tau import POS_INF, bracket, class_bound, clip_to_one, newton, powers, step
 
-# Keys of a row: 64 rows' scores are 64 registers a thread, and three programs share an SM. With 512, of which half the
-# scores are made again for each step from keys in shared memory, a forward took 0.203 ms instead of the passes' 0.225
-# (H100, 32 x 12 heads, D 64), and with a backward 0.552 instead of 0.557.
-MOST_KEYS = 128
+# Keys of a row: 64 rows' scores are 128 registers a thread. Those of 512 keys do not fit, and where half are made again
+# for each step a forward takes 0.23 to 0.25 ms instead of the passes' 0.21 (H200, 32 x 12 heads, D 64).
+MOST_KEYS = 256
+# The search starts from a bound by the maxima of so many keys each.
+CLASS = tl.constexpr(4)
 
 
 def _tile(problem: Problem) -> Tile:
     """All keys at once."""
     keys = max(16, triton.next_power_of_2(problem.k.shape[2]))
-    return Tile(16 if problem.interpreted else 64, keys, 4, 1)
+    if problem.interpreted:
+        return Tile(16, keys, 4, 1)
+    wide = max(problem.width, problem.value_width) > 64
+    return Tile(128, keys, 8, 1) if wide and keys == MOST_KEYS else Tile(64, keys, 4, 1)
 
 
 def applies(problem: Problem) -> bool:
@@ -64,10 +69,16 @@ def _short_kernel(
     row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
     q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
     j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
-    m, dead, idle = row_maxima(z, i, head)
+    # Classes of columns that one thread holds.
+    CLASSES: tl.constexpr = C.BN // CLASS
+    NEXT: tl.constexpr = 8 if CLASSES > 8 else CLASSES
+    top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // NEXT, CLASS, NEXT)), 2, larger)
+    top = tl.reshape(top, (C.BM, CLASSES))
+    m, dead, idle = row_maxima(top, i, head)
+    bound = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 2)
     z = z - m[:, None]
     entries = tl.maximum(head.last_key, 1).to(tl.float32)
-    d, lo, hi, old = bracket(zero - 1.0, entries, beta)
+    d, lo, hi, old = bracket(tl.maximum(bound - 1e-6, -1.0), entries, beta)
     turn = 0
     searching = 1
     while searching > 0:
