@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from sparse_inductor import SparseIndex, ops
-from sparse_inductor.kernels.common import launch, replay
+from sparse_inductor.kernels.common import ahead, launch, replay
 from sparse_inductor.kernels.common.ahead import compile_ahead
 
 pytestmark = pytest.mark.gpu
@@ -228,11 +229,11 @@ def test_kernels_are_compiled_ahead_of_the_first_call(name, monkeypatch):
     given = CASES[name][1]()
     seen: list[set] = []
 
-    def ahead(fn: Callable[..., object], args: list) -> None:
+    def first(fn: Callable[..., object], args: list) -> None:
         compile_ahead(fn, args)
         seen.append(set(launch._compiled))
 
-    monkeypatch.setattr(replay, "compile_ahead", ahead)
+    monkeypatch.setattr(replay, "compile_ahead", first)
     before = bits(given)
     out = CASES[name][0](*given)
     assert len(seen) == 1 and len(seen[0]) > 1
@@ -241,6 +242,22 @@ def test_kernels_are_compiled_ahead_of_the_first_call(name, monkeypatch):
     monkeypatch.setattr(replay, "compile_ahead", lambda fn, args: None)
     replay.forget()
     assert torch.equal(CASES[name][0](*given), out)
+
+
+@pytest.mark.parametrize("name", ["block of 5000", "attention, long", "head", "best scores"])
+def test_kernels_are_compiled_while_a_graph_is_traced(name, monkeypatch):
+    """The call finds what shapes were asked for before."""
+    for kept in ("_compiled", "_seen", "_under_way"):
+        monkeypatch.setattr(launch, kept, {})
+    monkeypatch.setattr(ahead, "_begun", set())
+    fn, inputs = CASES[name]
+    given = inputs()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fn(*[t if t is None else mode.from_tensor(t) for t in given])
+    begun = {**launch._under_way}
+    assert not any(job.exception() for job in begun.values())
+    fn(*given)
+    assert launch._compiled.keys() and launch._compiled.keys() <= begun.keys()
 
 
 def test_a_call_that_asks_the_gpu_is_gone_through_up_to_there():

@@ -296,7 +296,8 @@ def _gpu_sections(bench: Bench) -> list[Section]:
         _compare(bench, Case(f"causal, made by the program, {name}", Causal(), size, causal=True))
 
     def short_rows(bench: Bench) -> None:
-        for L, floors, goals in ((128, (1.5, 1.3), (1.0, 1.0)), (512, (2.0, 1.3), (1.3, 1.0))):
+        longer = (2.0, 1.3), (1.3, 1.0)
+        for L, floors, goals in ((128, (1.5, 1.3), (1.0, 1.0)), (256, *longer), (512, *longer)):
             size = sized((32, 12, 12, L, L, 64))
             name = f"{size[0]} x {size[1]} x {L} D{size[5]}"
             _compare(bench, Case(f"no mask, {name}", Attention(), size), floors, goals, True)

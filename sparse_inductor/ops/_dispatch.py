@@ -160,11 +160,32 @@ def register(
         lib.impl(name, untracked(fn), "CUDA")
     else:
         register_on_gpu(lib, name, fn, follows)
+        fake = _compiling(fn, fake)
     torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)
     share(lib, name, rule)
     if autograd is not None:
         lib.impl(name, autograd, "Autograd")
         lib.impl(name, lambda *args, **kwargs: _decline(name), "FuncTorchBatched")
+
+
+def _compiling(fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """What gives an operator's shapes, and has its kernels compiled in the background meanwhile: whoever asks for
+    shapes on a GPU traces a graph that is to run there."""
+
+    @functools.wraps(fake)
+    def shapes(*args: Any) -> Any:
+        result = fake(*args)
+        on_gpu = isinstance(args[0], Tensor) and args[0].is_cuda and torch.cuda.is_available()
+        if on_gpu and replays() and _settled(args) and not compat.keeps_operators():
+            try:
+                from ..kernels.common.ahead import compile_while_traced
+
+                compile_while_traced(fn, args)
+            except Exception as error:  # what fails, fails where it is launched
+                log.debug("%s is not compiled while it is traced: %s", fn.__qualname__, error)
+        return result
+
+    return shapes
 
 
 def autocast_on(device_type: str) -> bool:

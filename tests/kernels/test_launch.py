@@ -240,6 +240,40 @@ def test_a_kernel_has_one_cache_key_whatever_was_compiled_before():
     python("-c", KEYS, without=["TRITON_INTERPRET"])
 
 
+def test_who_needs_a_kernel_waits_for_what_compiles_it(monkeypatch):
+    """A first launch, and what compiles all that a call launches: neither compiles it a second time meanwhile."""
+    monkeypatch.setattr(module, "_under_way", {})
+    done: list[str] = []
+
+    class Slow(Kernel):
+        def warmup(self, *args, grid, **named):
+            time.sleep(0.05)
+            done.append("compiled")
+
+    kernel = Slow()
+    key = module._general(kernel, (X, 48), CONSTANTS, 4, {}, -1)
+    job = module.Job(key, kernel, (1,), [], {}, -1)
+    module.begin([job])
+    module.begin([job])
+    launch(kernel, (1,), (X, 48), CONSTANTS, 4)
+    assert done == ["compiled"] and kernel.compiled == 1
+    job.keep()
+    assert key in module._compiled
+
+
+def test_what_fails_in_the_background_fails_where_it_is_launched(monkeypatch):
+    monkeypatch.setattr(module, "_under_way", {})
+
+    class Broken(Kernel):
+        def warmup(self, *args, grid, **named):
+            raise RuntimeError("no such instruction")
+
+    job = module.Job("key", Broken(), (1,), [], {}, -1)
+    module.begin([job])
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        job.keep()
+
+
 def test_every_kernel_goes_through_launch():
     """One that did not would run where launches are only looked at, to compile their kernels."""
     sources = [p.read_text() for p in Path(module.__file__).parents[1].rglob("*.py")]

@@ -2,15 +2,15 @@
 
 Triton compiles a kernel at its first launch, one after the other, and spends most of that second or more in programs of
 their own: ptxas, and the C compiler for what launches it. Which kernels a call launches depends on its arguments'
-layouts alone, so the call is gone through once without launches and arithmetic, to see them all.
+layouts alone, so the call is gone through once without launches and arithmetic, to see them all: where a compiler
+traces it, so that they are compiled while Inductor compiles the rest, and where it is made.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +24,18 @@ from . import launch as launches
 log = logging.getLogger(__name__)
 
 
+# What is being compiled, or was: functions and the layouts of what they were given.
+_begun: set[Hashable] = set()
+
+
+def compile_while_traced(fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Begins to compile the kernels that fn(*args) launches, in the background; args: fake tensors, plain values."""
+    key = (fn, *map(_layout, args))
+    if key not in _begun:
+        _begun.add(key)
+        launches.begin(_needed(fn, args, launches.NoAddresses()))
+
+
 def compile_ahead(fn: Callable[..., Any], args: Sequence[Any]) -> None:
     """Compiles the kernels that fn(*args) launches; whatever fails fails again, and is raised, in the call itself.
 
@@ -32,18 +44,34 @@ def compile_ahead(fn: Callable[..., Any], args: Sequence[Any]) -> None:
     """
     if torch.cuda.is_current_stream_capturing():  # loading a kernel would end the capture
         return
+    jobs = _needed(fn, args, _NothingComputed())
+    if len(jobs) < 2:
+        return
+    launches.begin(jobs)
+    for job in jobs:
+        try:
+            job.keep()
+        except Exception as error:
+            log.debug("a kernel was not compiled ahead: %s", error)
+
+
+def _needed(
+    fn: Callable[..., Any], args: Sequence[Any], mode: AbstractContextManager[Any]
+) -> Collection[launches.Job]:
+    """What compiles the kernels that fn(*args) launches and that are new."""
     with launches.collected() as jobs:
         try:
-            with _NothingComputed():
+            with mode:
                 fn(*args)
         except Exception as error:
             log.debug("%s was not gone through to its end: %s", fn.__qualname__, error)
-    if len(jobs) < 2:
-        return
-    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            if failure := done.exception():
-                log.debug("a kernel was not compiled ahead: %s", failure)
+    return jobs
+
+
+def _layout(argument: Any) -> Hashable:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.device, argument.shape, argument.stride()
+    return tuple(map(_layout, argument)) if isinstance(argument, list) else argument
 
 
 class _DependsOnData(Exception):

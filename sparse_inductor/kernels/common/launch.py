@@ -9,15 +9,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ...compat.triton import LaunchSeen, launch_hooks_set, launches_seen, load, settle_cache_key
+from ...compat.triton import (
+    LaunchSeen,
+    launch_hooks_set,
+    launches_seen,
+    load,
+    mock_tensor,
+    settle_cache_key,
+)
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
@@ -28,6 +38,8 @@ _seen: dict[Hashable, Any] = {}
 # Where in arguments of such types the tensors are, where tuples and descriptors, and what takes out the rest.
 _Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
 _sorts: dict[tuple[type, ...], _Sorts] = {}
+# What compiles kernels that nobody waits for yet.
+_under_way: dict[Hashable, Future[Any]] = {}
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
 _NUMBERS = (int, float, type(None))
@@ -44,10 +56,34 @@ class _Observer(NamedTuple):
     on_unknown: Callable[[str], None]
 
 
-class _Here(threading.local):
-    """How each new kernel is compiled that this thread would launch, where its launches are only looked at."""
+class Job(NamedTuple):
+    """A kernel to compile for a launch. args: what stands for tensors in place of them."""
 
-    jobs: dict[Hashable, Callable[[], None]] | None = None
+    key: Hashable
+    kernel: Any
+    grid: tuple[int, ...]
+    args: list[Any]
+    named: dict[str, Any]
+    device: int
+
+    def compiled(self) -> Any:
+        """The kernel, which a first launch finds with Triton."""
+        with torch.cuda.device(self.device):
+            return self.kernel.warmup(*self.args, grid=self.grid, **self.named)
+
+    def keep(self) -> None:
+        """Compile it, unless that has begun, and load it."""
+        begun = _under_way.get(self.key)
+        compiled = self.compiled() if begun is None else begun.result()
+        with torch.cuda.device(self.device):
+            load(compiled)
+        _compiled[self.key] = compiled
+
+
+class _Here(threading.local):
+    """What compiles each new kernel that this thread would launch, where its launches are only looked at."""
+
+    jobs: dict[Hashable, Job] | None = None
 
 
 _here = _Here()
@@ -94,6 +130,13 @@ def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
+class NoAddresses(TorchFunctionMode):
+    """Tensors, fake ones too, have an address in the block: a multiple of 16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 0 if func is Tensor.data_ptr else func(*args, **(kwargs or {}))
+
+
 def _general(
     kernel: Any,
     args: tuple[Any, ...],
@@ -104,7 +147,8 @@ def _general(
 ) -> tuple[Hashable, ...]:
     """All that the code of a launch depends on."""
     settled = (device, *constants.values(), *options.items())
-    return (id(kernel), num_warps, tuple(map(type, args)), *map(_kind, args), settled)
+    types = tuple(Tensor if isinstance(a, Tensor) else type(a) for a in args)
+    return (id(kernel), num_warps, types, *map(_kind, args), settled)
 
 
 def launch(
@@ -136,7 +180,8 @@ def launch(
         if general not in _compiled:
             settle_cache_key(kernel)
             named = {**constants, "num_warps": num_warps, **options}
-            jobs[general] = functools.partial(_compile, general, kernel, grid, args, named)
+            like = [*map(_without_memory, args)]
+            jobs[general] = Job(general, kernel, grid, like, named, here)
         return
     types = tuple(map(type, args))
     sorts = _sorts.get(types)
@@ -175,6 +220,7 @@ def launch(
             if constexprs:
                 raise TypeError(f"{constexprs} are constants, but given among the arguments")
             settle_cache_key(kernel)
+            _finish(general)
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
             if compiled is not None:  # under the interpreter there is nothing to keep
                 _compiled[general] = compiled
@@ -185,19 +231,36 @@ def launch(
     compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
 
 
-def _compile(
-    key: Hashable, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
-) -> None:
-    """Keep the compiled kernel of a launch, loaded."""
-    like = [a.dtype if isinstance(a, Tensor) and a.data_ptr() % 16 == 0 else a for a in args]
-    with _on_device_of(args):
-        compiled = kernel.warmup(*like, grid=grid, **named)
-        load(compiled)
-    _compiled[key] = compiled
+def _without_memory(argument: Any) -> Any:
+    """What Triton compiles the same kernel for, where a tensor's address is a multiple of 16."""
+    if isinstance(argument, Tensor):
+        return argument if argument.data_ptr() % 16 else mock_tensor(argument.dtype)
+    if isinstance(argument, tuple):
+        parts = map(_without_memory, argument)
+        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+    return argument
+
+
+def begin(jobs: Collection[Job]) -> None:
+    """Compile kernels in threads of their own; who needs one waits for it."""
+    for job in jobs:
+        if job.key not in _under_way:
+            _under_way[job.key] = _workers().submit(job.compiled)
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1)
+
+
+def _finish(key: Hashable) -> None:
+    """Wait until a kernel that is being compiled is; what fails fails again where it is launched."""
+    if key in _under_way:
+        _under_way[key].exception()
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[Collection[Callable[[], None]]]:
+def collected() -> Iterator[Collection[Job]]:
     """Launch nothing of what this thread does in the block; gives what compiles the kernels that are new, each once and
     in any thread."""
     before, _here.jobs = _here.jobs, {}
@@ -253,7 +316,10 @@ def captured(
     """
     like = [a.dtype if isinstance(a, Tensor) else a for a in args]
     settle_cache_key(kernel)
-    with torch.cuda.device(next(a.device for a in args if isinstance(a, Tensor))):
+    device = next(a.get_device() for a in args if isinstance(a, Tensor))
+    with NoAddresses():
+        _finish(_general(kernel, args, constants, num_warps, {}, device))
+    with torch.cuda.device(device):
         load(kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps))
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
 
