@@ -6,31 +6,47 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.relu_ffn.registry import INFER, TRAIN, Block, N, block, function, program, tokens
 
+each(
+    block(),
+    # The gated block of Llama with hidden_act="relu".
+    relu_times_up=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x)),
+    relu_in_place=lambda x, m: m.down(F.relu(m.gate(x), inplace=True) * m.up(x)),
+    clamp_min=lambda x, m: m.down(m.gate(x).clamp(min=0) * m.up(x)),
+    # Primer, Nemotron: relu(x) ** 2
+    square_by_power=lambda x, m: m.down(F.relu(m.up(x)) ** 2),
+    # ELU with alpha 0, which is ReLU
+    elu_of_nothing=lambda x, m: m.down(F.elu(m.gate(x), alpha=0.0) * m.up(x)),
+    # FATReLU: F.threshold(g, t, 0)
+    threshold_function=lambda x, m: m.down(F.threshold(m.gate(x), 0.1, 0.0) * m.up(x)),
+    # ReLU Strikes Back: relu(x - 1)
+    shifted_relu=lambda x, m: m.down(torch.relu(m.up(x) - 0.3)),
+    relu6=lambda x, m: m.down(F.relu6(m.up(x))),
+    scaled_after=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * 0.5),
+    # A squashed second factor; the first one is zero all the same.
+    sigmoid_up=lambda x, m: m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x))),
+    scaled_before=lambda x, m: m.down(torch.relu(m.gate(x) * 0.25) * m.up(x)),
+)
 
-@block()
-def relu_times_up(x, m):
-    """The gated block of Llama with hidden_act="relu"."""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
 
-
-@block(bias=True)
-def up_times_relu(x, m):
-    """The factors in the other order, with biases."""
-    return m.down(m.up(x) * torch.relu(m.gate(x)))
+each(
+    block(bias=True),
+    up_times_relu=lambda x, m: m.down(m.up(x) * torch.relu(m.gate(x))),
+    # Vaswani et al.: max(0, x W1 + b1) W2 + b2.
+    plain=lambda x, m: m.down(m.act(m.up(x))),
+    # TurboSparse: both factors are rectified.
+    drelu=lambda x, m: m.down(F.relu(m.gate(x)) * F.relu(m.up(x))),
+    half_less_than_a_sigmoid=lambda x, m: m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5)),
+    negated_minimum=lambda x, m: m.down(-torch.minimum(-m.up(x), torch.zeros(()))),
+)
 
 
 @block(bias=True)
 def leaky_without_a_slope(x, m):
     """LeakyReLU(0.0), as a configuration has it"""
     return m.down(F.leaky_relu(m.gate(x), negative_slope=0.0) * m.up(x))
-
-
-@block(bias=True)
-def plain(x, m):
-    """Vaswani et al.: max(0, x W1 + b1) W2 + b2."""
-    return m.down(m.act(m.up(x)))
 
 
 @block()
@@ -41,14 +57,7 @@ def relu_method_with_residual(x, m):
 
 
 @block()
-def relu_in_place(x, m):
-    """F.relu(..., inplace=True)"""
-    return m.down(F.relu(m.gate(x), inplace=True) * m.up(x))
-
-
-@block()
 def product_in_place(x, m):
-    """h = up; h *= relu(gate)"""
     h = m.up(x)
     h *= torch.relu(m.gate(x))
     return m.down(h)
@@ -56,7 +65,6 @@ def product_in_place(x, m):
 
 @block(modes=INFER)
 def all_in_place(x, m):
-    """relu_ and mul_ as statements."""
     h = m.gate(x)
     h.relu_()
     h.mul_(m.up(x))
@@ -65,34 +73,24 @@ def all_in_place(x, m):
 
 @block()
 def mask_of_its_type(x, m):
-    """(h > 0).type_as(h) * h"""
     h = m.up(x)
     return m.down((h > 0).type_as(h) * h)
 
 
 @block()
-def clamp_min(x, m):
-    """clamp(min=0)"""
-    return m.down(m.gate(x).clamp(min=0) * m.up(x))
-
-
-@block()
 def maximum_with_zeros(x, m):
-    """torch.maximum(g, zeros_like(g))"""
     g = m.gate(x)
     return m.down(torch.maximum(g, torch.zeros_like(g)) * m.up(x))
 
 
 @block()
 def where_positive(x, m):
-    """torch.where(g > 0, g, 0)"""
     g = m.gate(x)
     return m.down(torch.where(g > 0, g, 0.0) * m.up(x))
 
 
 @block()
 def times_its_sign_mask(x, m):
-    """g * (g > 0)"""
     g = m.gate(x)
     return m.down(g * (g > 0) * m.up(x))
 
@@ -117,35 +115,20 @@ def absolute_value_of_the_other(x, m):
 
 @block()
 def masked_fill_negative(x, m):
-    """g.masked_fill(g <= 0, 0)"""
     g = m.gate(x)
     return m.down(g.masked_fill(g <= 0, 0.0) * m.up(x))
 
 
-@block()
-def square_by_power(x, m):
-    """Primer, Nemotron: relu(x) ** 2"""
-    return m.down(F.relu(m.up(x)) ** 2)
-
-
 @block(bias=True)
 def square_by_itself(x, m):
-    """r * r"""
     r = F.relu(m.up(x))
     return m.down(r * r)
 
 
 @block()
 def cube_by_itself(x, m):
-    """h * h * h: a product of a product"""
     h = F.relu(m.up(x))
     return m.down(h * h * h)
-
-
-@block()
-def elu_of_nothing(x, m):
-    """ELU with alpha 0, which is ReLU"""
-    return m.down(F.elu(m.gate(x), alpha=0.0) * m.up(x))
 
 
 @block()
@@ -157,88 +140,39 @@ def square_in_place(x, m):
 
 @block()
 def rectified_times_raw(x, m):
-    """relu(u) * u, which is relu(u) ** 2"""
     u = m.up(x)
     return m.down(F.relu(u) * u)
 
 
-@block(bias=True)
-def drelu(x, m):
-    """TurboSparse: both factors are rectified."""
-    return m.down(F.relu(m.gate(x)) * F.relu(m.up(x)))
-
-
-@block()
-def threshold_function(x, m):
-    """FATReLU: F.threshold(g, t, 0)"""
-    return m.down(F.threshold(m.gate(x), 0.1, 0.0) * m.up(x))
-
-
 @block()
 def threshold_by_mask(x, m):
-    """g where it exceeds t"""
     g = m.gate(x)
     return m.down(g * (g > 0.2).to(g.dtype) * m.up(x))
 
 
 @block()
 def threshold_by_where(x, m):
-    """where(g > t, g, 0)"""
     g = m.gate(x)
     return m.down(torch.where(g > 0.05, g, torch.zeros_like(g)) * m.up(x))
 
 
-@block()
-def shifted_relu(x, m):
-    """ReLU Strikes Back: relu(x - 1)"""
-    return m.down(torch.relu(m.up(x) - 0.3))
-
-
-@block()
-def relu6(x, m):
-    """A rectifier with a ceiling."""
-    return m.down(F.relu6(m.up(x)))
-
-
-@block()
-def scaled_after(x, m):
-    """A constant factor after the product."""
-    return m.down(F.relu(m.gate(x)) * m.up(x) * 0.5)
-
-
-@block()
-def sigmoid_up(x, m):
-    """A squashed second factor; the first one is zero all the same."""
-    return m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x)))
-
-
-@block()
-def scaled_before(x, m):
-    """relu(c * g)"""
-    return m.down(torch.relu(m.gate(x) * 0.25) * m.up(x))
-
-
 @block(modes=INFER)
 def dropout_in_eval(x, m):
-    """nn.Dropout in eval mode."""
     return m.down(m.drop(F.relu(m.up(x))))
 
 
 @block(dtype=torch.bfloat16, precision=torch.bfloat16)
 def bfloat16(x, m):
-    """bf16 weights and inputs."""
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
 @block(autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
 def autocast(x, m):
-    """fp32 weights under bf16 autocast."""
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
 @block(autocast=torch.bfloat16, precision=torch.bfloat16)
 def autocast_square(x, m):
-    """relu squared under autocast."""
     return m.down(F.relu(m.up(x)).square())
 
 
@@ -256,16 +190,15 @@ def scaled(*args, **kwargs):
     return function(lambda forward: (Scaled(forward), (tokens(),)), *args, **kwargs)
 
 
-@scaled()
-def neuron_scale(x, m):
-    """One learned factor a neuron after the rectifier."""
-    return m.down(F.relu(m.up(x)) * m.scale)
-
-
-@scaled()
-def ia3(x, m):
-    """(IA)^3 of peft: the input of the down projection times a learned vector."""
-    return m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1))
+each(
+    scaled(),
+    # One learned factor a neuron after the rectifier.
+    neuron_scale=lambda x, m: m.down(F.relu(m.up(x)) * m.scale),
+    # (IA)^3 of peft: the input of the down projection times a learned vector.
+    ia3=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1)),
+    # Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may.
+    neuron_divisor=lambda x, m: m.down(F.relu(m.up(x)) / m.scale),
+)
 
 
 @scaled()
@@ -291,14 +224,12 @@ def rectified_of_scaled(x, m):
 
 @scaled()
 def rectified_twice_with_one_bias(x, m):
-    """relu(u + b) * (u + b), the sum written twice"""
     u = m.up(x)
     return m.down(F.relu(u + m.scale) * (u + m.scale))
 
 
 @scaled()
 def shifted_in_place_between(x, m):
-    """u += b between the rectifier and the product"""
     u = m.up(x).clone()
     r = F.relu(u)
     u += m.scale
@@ -311,12 +242,6 @@ def statistic_of_the_factor_without_a_bias(x, m):
     u = m.up(x)
     h = F.relu(u)
     return m.down(h * (u + m.scale)), h.abs().mean()
-
-
-@scaled()
-def neuron_divisor(x, m):
-    """Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may."""
-    return m.down(F.relu(m.up(x)) / m.scale)
 
 
 @scaled(modes=TRAIN)
@@ -335,7 +260,6 @@ def statistic_after_the_scale(x, m):
 
 @scaled("no_rewrite", "more than a factor or mask of every neuron", at="+ m.scale")
 def neuron_shift(x, m):
-    """A learned shift after the rectifier."""
     return m.down(F.relu(m.up(x)) + m.scale)
 
 
@@ -381,21 +305,13 @@ def softly_capped_before_the_rectifier(x, m):
 
 
 @block(bias=True)
-def half_less_than_a_sigmoid(x, m):
-    """above a half only"""
-    return m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5))
-
-
-@block(bias=True)
 def product_times_its_mask(x, m):
-    """g * u * (g > 0): the mask comes last"""
     g = m.gate(x)
     return m.down(g * m.up(x) * (g > 0))
 
 
 @block()
 def product_filled_below_a_number(x, m):
-    """(g * u).masked_fill(g <= 0.25, 0)"""
     g = m.gate(x)
     return m.down((g * m.up(x)).masked_fill(g <= 0.25, 0.0))
 
@@ -423,7 +339,6 @@ def exponential_times_its_mask(x, m):
 
 @block()
 def product_assigned_where_negative(x, m):
-    """h = g * u; h[g < 0] = 0"""
     g = m.gate(x)
     h = g * m.up(x)
     h[g < 0] = 0.0
@@ -432,7 +347,6 @@ def product_assigned_where_negative(x, m):
 
 @block()
 def mask_of_a_detached_gate(x, m):
-    """the comparison reads g.detach()"""
     g = m.gate(x)
     return m.down(torch.where(g.detach() > 0, g, 0.0) * m.up(x))
 
@@ -509,12 +423,6 @@ def neurons_ablated_by_a_mask(x, m):
     h = m.act(m.up(x))
     h[:, :, torch.arange(N) % 4 == 0] = 0.0
     return m.down(h.index_fill(-1, torch.tensor([1, 2]), 0.0))
-
-
-@block(bias=True)
-def negated_minimum(x, m):
-    """-min(-x, 0)"""
-    return m.down(-torch.minimum(-m.up(x), torch.zeros(())))
 
 
 @block(modes=INFER, bias=True)

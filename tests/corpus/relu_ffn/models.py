@@ -44,8 +44,6 @@ def decoder_layer():
 
 @program(modes=TRAIN)
 def checkpointed():
-    """torch.utils.checkpoint around the block."""
-
     def forward(x, m):
         def ffn(h):
             return m.down(F.relu(m.gate(h)) * m.up(h))
@@ -57,8 +55,6 @@ def checkpointed():
 
 @program(rewrites=2, modes=BOTH)
 def two_layers():
-    """Two blocks, one feeding the other."""
-
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

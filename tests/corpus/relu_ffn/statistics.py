@@ -17,7 +17,6 @@ def mean_absolute(x, m):
 
 @block()
 def mean_of_gate(x, m):
-    """relu(g).mean()"""
     a = F.relu(m.gate(x))
     return m.down(a * m.up(x)), a.mean()
 
@@ -31,14 +30,12 @@ def sum_of_plain(x, m):
 
 @block()
 def norm_one(x, m):
-    """h.norm(p=1)"""
     h = F.relu(m.up(x))
     return m.down(h), h.norm(p=1)
 
 
 @block()
 def mean_distance_from_zeros(x, m):
-    """F.l1_loss(h, zeros)"""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h), F.l1_loss(h, torch.zeros_like(h))
 
@@ -64,14 +61,12 @@ def distance_from_ones(x, m):
 
 @block()
 def share_of_nonzeros(x, m):
-    """(h > 0).float().mean()"""
     h = F.relu(m.gate(x))
     return m.down(h * m.up(x)), (h > 0).float().mean()
 
 
 @block()
 def count_per_token(x, m):
-    """(h != 0).sum(-1)"""
     h = F.relu(m.up(x))
     return m.down(h), (h != 0).sum(-1)
 
@@ -85,14 +80,12 @@ def both_statistics(x, m):
 
 @block(modes=TRAIN)
 def statistic_of_tokens(x, m):
-    """One number a token."""
     h = F.relu(m.up(x))
     return m.down(h), h.abs().mean(dim=-1)
 
 
 @block()
 def count_of_each_token(x, m):
-    """torch.count_nonzero(h, dim=-1)"""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h), torch.count_nonzero(h, dim=-1)
 

@@ -32,7 +32,6 @@ def logical_not_finfo_min(logits, mask):
 
 @head()
 def eq_zero_fill_zero(logits, mask):
-    """mask.eq(0), filled with 0 after the activation."""
     return tokens(logits).masked_fill(mask.eq(0).unsqueeze(-1), 0).max(dim=1).values
 
 
@@ -60,7 +59,6 @@ def extended_attention_mask(logits, mask):
 
 @head()
 def subtract_penalty(logits, mask):
-    """logits - (1 - mask) * 1e4, max first."""
     best = (logits - (1 - mask).unsqueeze(-1) * 1e4).max(dim=1).values
     return best.relu().log1p()
 
@@ -82,7 +80,6 @@ def four_dimensional_mask(self, h, extended):
 
 @head()
 def where_with_scalar(logits, mask):
-    """torch.where(keep, x, 0.0) on the activations."""
     return torch.where(mask.unsqueeze(2) > 0, tokens(logits), 0.0).amax(1)
 
 
@@ -95,14 +92,12 @@ def where_with_tensor(logits, mask):
 
 @head()
 def where_swapped(logits, mask):
-    """torch.where(drop, 0, x): the arguments the other way round."""
     drop = mask.unsqueeze(-1) == 0
     return torch.where(drop, torch.zeros_like(logits), tokens(logits)).max(1).values
 
 
 @head()
 def boolean_assignment(logits, mask):
-    """weights[mask == 0] = 0"""
     weights = tokens(logits)
     weights[mask == 0] = 0
     return weights.max(dim=1).values
@@ -126,7 +121,6 @@ def boolean_assignment_of_every_element(logits, mask):
 
 @head()
 def repeat_over_vocabulary(logits, mask):
-    """The mask repeated to the full size first."""
     full = mask.unsqueeze(-1).repeat(1, 1, logits.shape[-1])
     return (tokens(logits) * full).max(dim=1).values
 
@@ -140,14 +134,12 @@ def expand_as_logits(logits, mask):
 
 @head()
 def expand_as_call(logits, mask):
-    """mask[..., None].expand_as(x)"""
     kept = torch.relu(logits) * mask[..., None].expand_as(logits)
     return torch.log1p(torch.max(kept, dim=1).values)
 
 
 @head(mask_dtype=torch.bool)
 def bool_mask_multiplied(logits, mask):
-    """A bool mask multiplied as it is."""
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
@@ -178,7 +170,6 @@ def empty_sequence_clamped(logits, mask):
 
 @head()
 def no_mask(logits, mask):
-    """Queries of one length need no mask."""
     return torch.log(1.0 + torch.nn.functional.relu(logits)).max(dim=1).values
 
 
@@ -275,7 +266,6 @@ def index_fill_positions(logits, mask):
 
 @head("maybe", "slice assignment to some positions")
 def slice_assignment(logits, mask):
-    """weights[:, 0] = 0"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     weights[:, 0] = 0
     return weights.amax(1)
@@ -304,7 +294,6 @@ def idf_weighted_tokens(self, h, token_weight):
     parts={"neg_inf": lambda: nn.Buffer(torch.tensor(-1e4))},
 )
 def fill_value_in_a_buffer(self, h, mask):
-    """self.neg_inf as a registered buffer."""
     kept = torch.where(mask.unsqueeze(-1).bool(), self.decoder(h), self.neg_inf)
     return tokens(kept).amax(1)
 
@@ -312,7 +301,6 @@ def fill_value_in_a_buffer(self, h, mask):
 @head()
 @head(dynamic=True, prefix="any_size_")
 def mask_by_einsum(logits, mask):
-    """einsum('bsv,bs->bsv', ...)"""
     return torch.einsum("bsv,bs->bsv", tokens(logits), mask.to(logits.dtype)).amax(1)
 
 
@@ -330,22 +318,18 @@ def mask_by_einsum_with_an_axis_of_one(logits, mask):
 
 @head(mask_dtype=torch.float32)
 def mask_by_einsum_with_ellipsis(logits, mask):
-    """'...v,...->...v'"""
     return torch.einsum("...v,...->...v", tokens(logits), mask).amax(1)
 
 
 def of_lengths(keep):
-    """Register a mask that `keep(positions, n)` makes of [S] and [B]."""
+    """Register a mask, expanded to all terms, that `keep(positions, n)` makes of [S] and lengths [B]."""
 
     def pool(self, h, n):
         logits = self.decoder(h)
         kept = keep(torch.arange(logits.size(1)), n).expand(logits.size(0), -1, logits.size(2))
         return (tokens(logits) * kept).amax(1)
 
-    pool.__name__, pool.__doc__ = (
-        keep.__name__,
-        "the mask is made of lengths, expanded to all terms",
-    )
+    pool.__name__ = keep.__name__
     encoder(inputs=(hidden, lambda: torch.tensor([7, 4, 2])))(pool)
     return keep
 
@@ -439,7 +423,6 @@ def nan_under_threshold(self, h):
 
 @encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
 def nan_under_fill_of_negatives(self, h):
-    """x.masked_fill(x < 0, 0) keeps NaN."""
     logits = self.decoder(h)
     return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
 
