@@ -11,7 +11,6 @@ from torch import nn
 
 from corpus.case import each
 from corpus.entmax.registry import (
-    BOTH,
     INFER,
     SCALE,
     TRAIN,
@@ -155,12 +154,6 @@ def temperature_per_head(q, k, v, t):
     """a learned temperature a head, as Swin v2 has it: its gradient has to arrive"""
     scale = t.exp().view(H, 1, 1)
     return entmax.entmax15(q @ k.mT * scale, dim=-1) @ v
-
-
-@attention(modes=BOTH)
-def partial_top_k(q, k, v, mask):
-    """k= is a hint about speed, not about the result"""
-    return entmax.entmax15(q @ k.mT * SCALE, dim=-1, k=4) @ v
 
 
 class Module(nn.Module):

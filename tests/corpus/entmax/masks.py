@@ -556,12 +556,6 @@ def last_keys(scores):
 
 
 @assigned
-def keys_of_a_sequence(scores):
-    for b, n in enumerate((L, L - 3)):
-        scores[b, :, :, n:] = torch.finfo(scores.dtype).min
-
-
-@assigned
 def listed_keys(scores):
     """a list of keys, then the first one of one head"""
     scores[:, :, :, [1, 3]] = -1e9

@@ -427,17 +427,6 @@ def floor_of_two_masks(q, k, v, mask):
 @attention(
     "masked_fill spreads the scores",
     modes=INFER,
-    inputs=lambda: (qkv()[0][:, :, :1].detach(), *qkv()[1:], some_rows_without_keys()[:1]),
-    at=".masked_fill(",
-)
-def rows_spread_by_a_mask(q, k, v, dropped):
-    """scores [B, H, 1, L], a mask [1, 1, L, L]"""
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
-
-
-@attention(
-    "masked_fill spreads the scores",
-    modes=INFER,
     inputs=lambda: tuple(t[:1].detach() for t in qkv()),
     at=".masked_fill(",
 )

@@ -50,13 +50,6 @@ def leaky_without_a_slope(x, m):
 
 
 @block()
-def relu_method_with_residual(x, m):
-    """A pre-norm layer: x + ffn(norm(x))."""
-    h = m.norm(x)
-    return x + m.down(m.gate(h).relu().mul(m.up(h)))
-
-
-@block()
 def product_in_place(x, m):
     h = m.up(x)
     h *= torch.relu(m.gate(x))

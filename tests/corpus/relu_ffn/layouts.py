@@ -207,16 +207,6 @@ def other_output_width():
     return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 5)), (tokens(),)
 
 
-@block(shape=(7, K))
-def two_dimensional(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@block(shape=(B, 3, S, K), bias=True)
-def four_dimensional(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 @block()
 def flattened_tokens(x, m):
     """Tokens flattened before and unflattened after, as OPT does."""

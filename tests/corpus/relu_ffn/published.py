@@ -48,12 +48,6 @@ def square_with_dropouts(x, m):
 
 
 @program(modes=INFER)
-def encoder_layer():
-    """torch.nn.TransformerEncoderLayer, norm first, eval"""
-    return nn.TransformerEncoderLayer(K, 2, N, 0.1, batch_first=True, norm_first=True), (tokens(),)
-
-
-@program(modes=INFER)
 def decoder_layer_in_eval():
     """torch.nn.TransformerDecoderLayer"""
     return nn.TransformerDecoderLayer(K, 2, N, 0.1, batch_first=True), (tokens(), tokens())

@@ -48,7 +48,7 @@ def padded_terms() -> tuple[Tensor, Tensor]:
 
 
 class Index(nn.Module):
-    """Postings (indptr, docs, vals), rows (crow, terms, dvals, row) and padded rows (ids, weights) of one matrix."""
+    """Postings (indptr, docs, vals), rows (terms, dvals, row) and padded rows (ids, weights) of one matrix."""
 
     def __init__(self, score: Callable[..., Any]):
         super().__init__()
@@ -60,7 +60,6 @@ class Index(nn.Module):
             "indptr": by_term.crow_indices(),
             "docs": by_term.col_indices(),
             "vals": by_term.values(),
-            "crow": by_row.crow_indices(),
             "terms": by_row.col_indices(),
             "dvals": by_row.values(),
             "row": torch.repeat_interleave(torch.arange(N), by_row.crow_indices().diff()),
@@ -78,9 +77,6 @@ class Index(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.score(self, *inputs)
-
-    def csr(self) -> Tensor:
-        return torch.sparse_csr_tensor(self.crow, self.terms, self.dvals, (N, V))
 
 
 def case(inputs: Callable[[], tuple], **fields: Any) -> Callable[[Callable], Callable]:
@@ -198,15 +194,6 @@ def weights_of_some_edges(s, some):
 MAYBE = "data-dependent sizes or slices break the graph"
 
 
-@case(terms_of_one, expect="maybe", why=MAYBE)
-def spare_term_at_a_time(s, ids, w):
-    """ieeta-pt/SPARe backend_torch.py, term at a time"""
-    acc = torch.zeros(N)
-    for i, (a, b) in enumerate(zip(s.indptr[ids], s.indptr[ids + 1])):
-        acc.index_add_(0, s.docs[a:b], s.vals[a:b] * w[i])
-    return torch.topk(acc, k=K, dim=0)
-
-
 @case(terms_of_one, expect="maybe", why="the query is constant")
 def term_at_a_time_constants(s, ids, w):
     """BM25 scorer with constant terms"""
@@ -238,14 +225,6 @@ def equality_join(s, ids, w):
     same = (ids[:, None, :, None] == s.ids[None, :, None, :]).to(w.dtype)
     products = same * (w[:, None, :, None] * s.weights[None, :, None, :])
     return products.max(-1).values.sum(-1).topk(K, dim=1)
-
-
-SPARSE = "sparse layouts never reach a graph"
-
-
-@case(batch, expect="maybe", why=SPARSE)
-def sparse_mm(s, q):
-    return torch.sparse.mm(s.csr(), q.t()).t().topk(K, dim=1)
 
 
 @never(batch, why="a dense product")

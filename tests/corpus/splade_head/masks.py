@@ -138,11 +138,6 @@ def expand_as_call(logits, mask):
     return torch.log1p(torch.max(kept, dim=1).values)
 
 
-@head(mask_dtype=torch.bool)
-def bool_mask_multiplied(logits, mask):
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
 @head(mask_dtype=torch.float32)
 def float_mask_multiplied_first(logits, mask):
     """A float mask straight from the data loader, before the activation."""

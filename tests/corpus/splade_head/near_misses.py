@@ -144,13 +144,6 @@ def hook_replaces_logits(self, h, mask):
     return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@miss("logits are also returned", INFER, at="self.last_logits =")
-def logits_kept_in_an_attribute(self, h, mask):
-    """self.last_logits = logits, for a debugger."""
-    self.last_logits = self.decoder(h)
-    return (tokens(self.last_logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
 @miss("differs by token and by output", inputs=(hidden, mask, ids), at="masked_fill(itself")
 def mask_of_tokens_and_terms(self, h, mask, input_ids):
     """A copy mask: a token may not activate itself."""
@@ -209,12 +202,6 @@ def temperature_logsumexp(logits, mask):
 def power_mean(logits, mask):
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (weights.pow(2).mean(dim=1) + 1e-6).sqrt()
-
-
-@head("over the vocabulary", at="amax(dim=-1)")
-def max_over_vocabulary(logits, mask):
-    """Token salience: the strongest term of every token."""
-    return tokens(logits).amax(dim=-1) * mask
 
 
 @maybe("a second max over the vocabulary, which could follow the head")
@@ -379,11 +366,6 @@ def negative_scale(logits, mask):
 
 
 @maybe("not monotone: exact per token, wrong with the max first")
-def absolute_value(logits, mask):
-    return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
 def square_without_relu(logits, mask):
     return (torch.log1p(logits**2) * mask.unsqueeze(-1)).amax(dim=1)
 
@@ -482,19 +464,6 @@ def weight_mutated_in_between(self, h, mask):
     """A moving average written back into the weight after the matmul."""
     logits = self.decoder(h)
     self.decoder.weight.mul_(0.9)
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@encoder(
-    "maybe",
-    "the input buffer itself is written to after the matmul",
-    INFER,
-    inputs=(lambda: hidden().detach(), mask),
-)
-def input_overwritten_in_between(self, h, mask):
-    """The caller's buffer is reused for the next request."""
-    logits = self.decoder(h)
-    h.zero_()
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 

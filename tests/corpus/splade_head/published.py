@@ -130,8 +130,3 @@ def abs_pool(logits, mask):
 @head("maybe", "valid with a scale factor", INFER)
 def log2(logits, mask):
     return (torch.log2(1 + torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "the constant is 2, not 1: a masked token is not 0", INFER)
-def log_two_plus(logits, mask):
-    return (torch.log(2 + torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)

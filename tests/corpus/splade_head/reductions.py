@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 
 import torch
 import torch.nn.functional as F
@@ -61,11 +60,6 @@ def rectified_by_the_absolute_value(logits, mask):
     return (torch.log1p(rectified) * mask.unsqueeze(-1)).amax(1)
 
 
-@head()
-def method_chain(logits, mask):
-    return logits.relu().add(1).log().mul(mask.unsqueeze(-1)).max(dim=-2).values
-
-
 @head(modes=INFER)
 def in_place_chain(logits, mask):
     """Inference code that saves every temporary."""
@@ -104,32 +98,6 @@ def aten_and_special(logits, mask):
     positive = torch.ops.aten.relu.default(logits)
     weights = torch.ops.aten.mul.Tensor(torch.special.log1p(positive), mask.unsqueeze(-1))
     return torch.ops.aten.amax.default(weights, [1])
-
-
-@head()
-def operator_module(logits, mask):
-    weights = torch.log(operator.add(torch.relu(logits), 1))
-    return operator.getitem(torch.max(operator.mul(weights, mask.unsqueeze(-1)), 1), 0)
-
-
-@head()
-def unbound_methods(logits, mask):
-    """torch.Tensor.relu and so on, mapped over the value."""
-    steps = (torch.Tensor.relu, torch.Tensor.log1p)
-    weights = functools.reduce(lambda value, step: step(value), steps, logits)
-    return torch.Tensor.amax(weights * mask.unsqueeze(-1), dim=1)
-
-
-def compose(*functions):
-    return functools.reduce(lambda f, g: lambda *args: f(g(*args)), functions)
-
-
-@encoder()
-def composed_functions(self, h, mask):
-    """A functional programmer: compose(pool, weigh, activate)."""
-    keep = functools.partial(torch.mul, mask.unsqueeze(-1))
-    pool = functools.partial(torch.amax, dim=1)
-    return compose(pool, keep, torch.log1p, torch.relu, self.decoder)(h)
 
 
 @dataclasses.dataclass
@@ -188,11 +156,6 @@ def dropout_that_is_off(self, h, mask):
     return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
 
 
-@encoder(modes=INFER, parts={"dropout": lambda: nn.Dropout(0.1)})
-def dropout_in_eval(self, h, mask):
-    return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
-
-
 @head()
 def permute_then_last_dim(logits, mask):
     weights = (tokens(logits) * mask.unsqueeze(-1)).permute(0, 2, 1).contiguous()
@@ -233,23 +196,6 @@ def unsqueeze_before(logits, mask):
     """A leading head dimension that the pooling carries along, as in multi-head code."""
     weights = (tokens(logits) * mask.unsqueeze(-1)).unsqueeze(1)
     return weights.max(dim=2).values.squeeze(1)
-
-
-@head()
-def activation_half_and_half(logits, mask):
-    return torch.log1p((F.relu(logits) * mask.unsqueeze(-1)).amax(dim=1))
-
-
-@head()
-def triple_log(logits, mask):
-    """Deeper saturation, as an ablation."""
-    return (tokens(tokens(tokens(logits))) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-@head()
-def temperature_attribute(logits, mask):
-    tau = 0.7
-    return (torch.log1p(torch.relu(logits / tau)) * mask.unsqueeze(-1)).amax(1)
 
 
 @head()
