@@ -115,3 +115,15 @@ def each(register: Callable[[Callable], Any], **programs: Callable) -> None:
     for name, program in programs.items():
         program.__name__ = name
         register(program)
+
+
+def of(register: Callable[[Callable], Any], wrap: Callable[[Callable], Callable]):
+    """A decorator that registers, under a function's name, what `wrap` makes of it."""
+
+    def decorate(function: Callable) -> Callable:
+        made = wrap(function)
+        made.__name__ = function.__name__
+        register(made)
+        return function
+
+    return decorate

@@ -7,27 +7,28 @@ import torch.nn.functional as F
 from torch import nn
 
 from corpus.case import each
-from corpus.relu_ffn.registry import INFER, TRAIN, Block, N, block, function, program, tokens
+from corpus.relu_ffn.registry import (
+    INFER,
+    TRAIN,
+    Block,
+    N,
+    block,
+    function,
+    gate,
+    program,
+    tokens,
+)
 
 each(
     block(),
-    # The gated block of Llama with hidden_act="relu".
-    relu_times_up=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x)),
-    relu_in_place=lambda x, m: m.down(F.relu(m.gate(x), inplace=True) * m.up(x)),
-    clamp_min=lambda x, m: m.down(m.gate(x).clamp(min=0) * m.up(x)),
     # Primer, Nemotron: relu(x) ** 2
     square_by_power=lambda x, m: m.down(F.relu(m.up(x)) ** 2),
-    # ELU with alpha 0, which is ReLU
-    elu_of_nothing=lambda x, m: m.down(F.elu(m.gate(x), alpha=0.0) * m.up(x)),
-    # FATReLU: F.threshold(g, t, 0)
-    threshold_function=lambda x, m: m.down(F.threshold(m.gate(x), 0.1, 0.0) * m.up(x)),
     # ReLU Strikes Back: relu(x - 1)
     shifted_relu=lambda x, m: m.down(torch.relu(m.up(x) - 0.3)),
     relu6=lambda x, m: m.down(F.relu6(m.up(x))),
     scaled_after=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * 0.5),
     # A squashed second factor; the first one is zero all the same.
     sigmoid_up=lambda x, m: m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x))),
-    scaled_before=lambda x, m: m.down(torch.relu(m.gate(x) * 0.25) * m.up(x)),
 )
 
 
@@ -70,22 +71,27 @@ def mask_of_its_type(x, m):
     return m.down((h > 0).type_as(h) * h)
 
 
-@block()
-def maximum_with_zeros(x, m):
-    g = m.gate(x)
-    return m.down(torch.maximum(g, torch.zeros_like(g)) * m.up(x))
-
-
-@block()
-def where_positive(x, m):
-    g = m.gate(x)
-    return m.down(torch.where(g > 0, g, 0.0) * m.up(x))
-
-
-@block()
-def times_its_sign_mask(x, m):
-    g = m.gate(x)
-    return m.down(g * (g > 0) * m.up(x))
+each(
+    gate(),
+    # The gated block of Llama with hidden_act="relu".
+    relu_times_up=lambda g: F.relu(g),
+    relu_in_place=lambda g: F.relu(g, inplace=True),
+    clamp_min=lambda g: g.clamp(min=0),
+    maximum_with_zeros=lambda g: torch.maximum(g, torch.zeros_like(g)),
+    where_positive=lambda g: torch.where(g > 0, g, 0.0),
+    times_its_sign_mask=lambda g: g * (g > 0),
+    masked_fill_negative=lambda g: g.masked_fill(g <= 0, 0.0),
+    mask_of_a_detached_gate=lambda g: torch.where(g.detach() > 0, g, 0.0),
+    # ELU with alpha 0, which is ReLU
+    elu_of_nothing=lambda g: F.elu(g, alpha=0.0),
+    # FATReLU
+    threshold_function=lambda g: F.threshold(g, 0.1, 0.0),
+    threshold_by_mask=lambda g: g * (g > 0.2).to(g.dtype),
+    threshold_by_where=lambda g: torch.where(g > 0.05, g, torch.zeros_like(g)),
+    scaled_before=lambda g: torch.relu(g * 0.25),
+    # Gemma's soft cap: what is below 0 stays there
+    softly_capped_before_the_rectifier=lambda g: F.relu(30 * torch.tanh(g / 30)),
+)
 
 
 @block(modes=INFER)
@@ -104,12 +110,6 @@ def half_the_absolute_value_first(x, m):
 @block("no_rewrite", "abs is not monotone", modes=INFER, at="m.up(x).abs()")
 def absolute_value_of_the_other(x, m):
     return m.down(F.relu(m.gate(x) + m.up(x).abs()))
-
-
-@block()
-def masked_fill_negative(x, m):
-    g = m.gate(x)
-    return m.down(g.masked_fill(g <= 0, 0.0) * m.up(x))
 
 
 @block(bias=True)
@@ -135,18 +135,6 @@ def square_in_place(x, m):
 def rectified_times_raw(x, m):
     u = m.up(x)
     return m.down(F.relu(u) * u)
-
-
-@block()
-def threshold_by_mask(x, m):
-    g = m.gate(x)
-    return m.down(g * (g > 0.2).to(g.dtype) * m.up(x))
-
-
-@block()
-def threshold_by_where(x, m):
-    g = m.gate(x)
-    return m.down(torch.where(g > 0.05, g, torch.zeros_like(g)) * m.up(x))
 
 
 @block(modes=INFER)
@@ -264,37 +252,29 @@ class Zeroed(Block):
         nn.init.zeros_(self.gate.weight)
 
 
-AT_ZERO = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "clamp": lambda g: g.clamp(min=0),
-    "hardtanh": lambda g: F.hardtanh(g, 0.0, 5.0),
-    "times_from_zero_on": lambda g: g * (g >= 0),
-    "times_beyond_zero": lambda g: g * (g > 0),
-    "where_from_zero_on": lambda g: torch.where(g >= 0, g, 0.0),
-    "filled_below_zero": lambda g: g.masked_fill(g < 0, 0.0),
-    "detached_condition": lambda g: g * (g >= 0).detach(),
-}
-for name, act in AT_ZERO.items():
-
-    def build(act=act):
-        """The gradient where the gate is exactly zero is PyTorch's of this spelling."""
-        return Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)
-
-    build.__name__ = f"zeroed_gate_{name}"
-    program(modes=TRAIN, pattern="relu_ffn")(build)
+# The gradient where the gate is exactly zero is PyTorch's of each spelling.
+each(
+    function(
+        lambda act: (Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)),
+        modes=TRAIN,
+        prefix="zeroed_gate_",
+    ),
+    relu=lambda g: F.relu(g),
+    relu6=lambda g: F.relu6(g),
+    clamp=lambda g: g.clamp(min=0),
+    hardtanh=lambda g: F.hardtanh(g, 0.0, 5.0),
+    times_from_zero_on=lambda g: g * (g >= 0),
+    times_beyond_zero=lambda g: g * (g > 0),
+    where_from_zero_on=lambda g: torch.where(g >= 0, g, 0.0),
+    filled_below_zero=lambda g: g.masked_fill(g < 0, 0.0),
+    detached_condition=lambda g: g * (g >= 0).detach(),
+)
 
 
 @block()
 def capped_before_the_rectifier(x, m):
     """gpt-oss's clamp of the gate, with relu"""
     return m.down(F.relu(m.gate(x).clamp(max=7.0)) * (m.up(x) + 1))
-
-
-@block()
-def softly_capped_before_the_rectifier(x, m):
-    """Gemma's soft cap, 30 * tanh(z / 30): what is below 0 stays there"""
-    return m.down(F.relu(30 * torch.tanh(m.gate(x) / 30)) * m.up(x))
 
 
 @block(bias=True)
@@ -336,12 +316,6 @@ def product_assigned_where_negative(x, m):
     h = g * m.up(x)
     h[g < 0] = 0.0
     return m.down(h)
-
-
-@block()
-def mask_of_a_detached_gate(x, m):
-    g = m.gate(x)
-    return m.down(torch.where(g.detach() > 0, g, 0.0) * m.up(x))
 
 
 @block("no_rewrite", "also read by mean", at="d.mean()")

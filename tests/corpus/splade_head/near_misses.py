@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     TRAIN,
@@ -15,6 +16,7 @@ from corpus.splade_head.registry import (
     D,
     S,
     V,
+    activated,
     encoder,
     formula,
     hidden,
@@ -360,29 +362,14 @@ def cumulative_logits(logits, mask):
     return tokens(logits.cumsum(dim=1) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@maybe("the negative logits: exact per token, wrong with the max first")
-def negative_scale(logits, mask):
-    return (tokens(-logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def square_without_relu(logits, mask):
-    return (torch.log1p(logits**2) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def cosine_activation(logits, mask):
-    return (tokens(torch.cos(logits)) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def gelu_activation(logits, mask):
-    return (F.gelu(logits / 2) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("decreasing after the relu: exact per token, wrong with the max first")
-def inverted_activation(logits, mask):
-    return ((1.0 / (1.0 + torch.relu(logits))) * mask.unsqueeze(-1)).amax(dim=1)
+each(
+    activated("maybe", "not monotone, or falling: exact per token, wrong with the max first"),
+    negative_scale=lambda z: tokens(-z),
+    square_without_relu=lambda z: torch.log1p(z**2),
+    cosine_activation=lambda z: tokens(torch.cos(z)),
+    gelu_activation=lambda z: F.gelu(z / 2),
+    inverted_activation=lambda z: 1.0 / (1.0 + torch.relu(z)),
+)
 
 
 @maybe("a negative mask value turns the order round")

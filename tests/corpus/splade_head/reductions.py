@@ -10,14 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     TRAIN,
     Vocabulary,
+    activated,
     encoder,
     head,
     hidden,
     mask,
+    pooled,
     program,
     tokens,
 )
@@ -76,20 +79,14 @@ def clamp_min_method(logits, mask):
     return logits.clamp_min(0.0).log1p().masked_fill(mask.unsqueeze(-1) == 0, 0.0).amax(1)
 
 
-@head()
-def threshold_zero(logits, mask):
-    return (torch.log1p(F.threshold(logits, 0.0, 0.0)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def where_positive(logits, mask):
-    positive = torch.where(logits > 0, logits, torch.zeros_like(logits))
-    return (positive.log1p() * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def masked_fill_negative(logits, mask):
-    return (logits.masked_fill(logits < 0, 0.0).log1p() * mask.unsqueeze(-1)).max(1)[0]
+each(
+    activated(),
+    threshold_zero=lambda z: torch.log1p(F.threshold(z, 0.0, 0.0)),
+    where_positive=lambda z: torch.where(z > 0, z, torch.zeros_like(z)).log1p(),
+    masked_fill_negative=lambda z: z.masked_fill(z < 0, 0.0).log1p(),
+    # a constant threshold that makes terms sparser
+    shifted_bias_constant=lambda z: torch.log1p(torch.relu(z - 0.5)),
+)
 
 
 @head()
@@ -156,15 +153,20 @@ def dropout_that_is_off(self, h, mask):
     return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
 
 
-@head()
-def permute_then_last_dim(logits, mask):
-    weights = (tokens(logits) * mask.unsqueeze(-1)).permute(0, 2, 1).contiguous()
-    return weights.max(-1)[0]
-
-
-@head()
-def movedim_first(logits, mask):
-    return (tokens(logits) * mask.unsqueeze(-1)).movedim(1, 0).amax(0)
+each(
+    pooled(),
+    movedim_first=lambda w: w.movedim(1, 0).amax(0),
+    permute_then_last_dim=lambda w: w.permute(0, 2, 1).contiguous().max(-1)[0],
+    keepdim_then_index=lambda w: torch.max(w, dim=1, keepdim=True)[0][:, 0],
+    # A leading head dimension that the pooling carries along, as in multi-head code.
+    unsqueeze_before=lambda w: w.unsqueeze(1).max(dim=2).values.squeeze(1),
+    sorted_first=lambda w: torch.sort(w, dim=1, descending=True).values[:, 0],
+    # a quantile's way of taking the maximum
+    last_of_a_sort=lambda w: torch.sort(w, dim=1).values[:, -1],
+    # back where they were
+    stack_of_unbound=lambda w: torch.stack(w.unbind(1), dim=1).amax(1),
+    gathered_where_largest=lambda w: w.gather(1, w.argmax(dim=1, keepdim=True)).squeeze(1),
+)
 
 
 @head()
@@ -184,24 +186,6 @@ def einops_like(logits, mask):
 def flatten_and_unflatten(logits, mask):
     flat = tokens(logits.flatten(0, 1)) * mask.flatten().unsqueeze(-1)
     return flat.unflatten(0, mask.shape).max(dim=1).values
-
-
-@head()
-def keepdim_then_index(logits, mask):
-    return torch.max(tokens(logits) * mask.unsqueeze(-1), dim=1, keepdim=True)[0][:, 0]
-
-
-@head()
-def unsqueeze_before(logits, mask):
-    """A leading head dimension that the pooling carries along, as in multi-head code."""
-    weights = (tokens(logits) * mask.unsqueeze(-1)).unsqueeze(1)
-    return weights.max(dim=2).values.squeeze(1)
-
-
-@head()
-def shifted_bias_constant(logits, mask):
-    """relu(x - 0.5): a constant threshold that makes terms sparser."""
-    return (torch.log1p(torch.relu(logits - 0.5)) * mask.unsqueeze(-1)).amax(1)
 
 
 @head()
@@ -269,38 +253,13 @@ def symbolic_sizes_flattened(self, h, mask):
     return torch.log1p(torch.relu(logits - (1 - mask[..., None]) * 1e6)).amax(1)
 
 
-@head("maybe", "k=1 of a sort-like op")
-def topk_one(logits, mask):
-    return (tokens(logits) * mask.unsqueeze(-1)).topk(1, dim=1).values.squeeze(1)
-
-
-@head()
-def sorted_first(logits, mask):
-    weights = tokens(logits) * mask.unsqueeze(-1)
-    return torch.sort(weights, dim=1, descending=True).values[:, 0]
-
-
-@head()
-def last_of_a_sort(logits, mask):
-    """a quantile's way of taking the maximum"""
-    return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1).values[:, -1]
-
-
-@head("maybe", "pooling ops over the last dimension")
-def adaptive_max_pool(logits, mask):
-    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
-    return F.adaptive_max_pool1d(weights, 1).squeeze(-1)
-
-
-@head("maybe", "pooling ops over the last dimension")
-def max_pool_of_full_width(logits, mask):
-    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
-    return F.max_pool1d(weights, kernel_size=weights.size(-1)).squeeze(-1)
-
-
-@head("maybe", "the minimum of the negative")
-def negative_min(logits, mask):
-    return -torch.min(-(tokens(logits) * mask.unsqueeze(-1)), dim=1).values
+each(
+    pooled("maybe", "other operations that take a maximum"),
+    topk_one=lambda w: w.topk(1, dim=1).values.squeeze(1),
+    adaptive_max_pool=lambda w: F.adaptive_max_pool1d(w.transpose(1, 2), 1).squeeze(-1),
+    max_pool_of_full_width=lambda w: F.max_pool1d(w.mT, kernel_size=w.size(1)).squeeze(-1),
+    negative_min=lambda w: -torch.min(-w, dim=1).values,
+)
 
 
 def aminmax_without_gradient() -> str:
@@ -324,12 +283,6 @@ def aminmax_upper(logits, mask):
 def stack_of_tokens(logits, mask):
     weights = tokens(logits) * mask.unsqueeze(-1)
     return torch.stack([weights[:, i] for i in range(weights.size(1))]).max(0).values
-
-
-@head()
-def stack_of_unbound(logits, mask):
-    """torch.stack(x.unbind(1), 1).amax(1): back where they were"""
-    return torch.stack((tokens(logits) * mask.unsqueeze(-1)).unbind(1), dim=1).amax(1)
 
 
 @head(modes=INFER)
@@ -365,14 +318,13 @@ def term_attribution(logits, mask):
     return pooled.values, pooled.indices
 
 
-@head("maybe", "x * (x > 0) is relu for finite x")
-def multiplied_by_its_sign(logits, mask):
-    return (torch.log1p(logits * (logits > 0)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "another monotone activation")
-def relu6_and_sqrt(logits, mask):
-    return (F.relu6(logits).sqrt() * mask.unsqueeze(-1)).amax(1)
+each(
+    activated("maybe", "another monotone activation, or relu for finite numbers"),
+    relu6_and_sqrt=lambda z: F.relu6(z).sqrt(),
+    # no exact zeros, but no dead terms
+    softplus_head=lambda z: torch.log1p(F.softplus(z)),
+    multiplied_by_its_sign=lambda z: torch.log1p(z * (z > 0)),
+)
 
 
 @head("maybe", "another monotone activation", INFER)
@@ -380,12 +332,6 @@ def soft_capped_in_place(logits, mask):
     """Gemma's soft cap, in place."""
     logits = logits.div_(5.0).tanh_().mul_(5.0)
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "another monotone activation")
-def softplus_head(logits, mask):
-    """softplus for relu: no exact zeros, but no dead terms."""
-    return (torch.log1p(F.softplus(logits)) * mask.unsqueeze(-1)).amax(1)
 
 
 @head("maybe", "a threshold per token, before the max")
@@ -411,12 +357,6 @@ def running_maximum_over_windows(self, h, mask):
     for window in weights.split(3, dim=1):
         best = torch.maximum(best, window.amax(dim=1))
     return best
-
-
-@head()
-def gathered_where_largest(logits, mask):
-    weights = tokens(logits) * mask.unsqueeze(-1)
-    return weights.gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
 @head()
