@@ -26,7 +26,7 @@ THROUGH_INDUCTOR = (
     heavy("splade_head-scaling_retriever_inplace_scale__train"),
     heavy("splade_head-autocast_naver__infer"),
     heavy("relu_ffn-relu_times_up__train"),
-    heavy("relu_ffn-autocast__train"),
+    heavy("relu_ffn-autocast_relu_times_up__train"),
     heavy("entmax-function_sparsemax__train"),
     heavy("entmax-lib_llama__infer"),
     heavy("sparse_scores-einsum_over_batch__infer"),

@@ -31,6 +31,7 @@ entmax = pytest.importorskip("entmax")
 
 
 @attention()
+@attention(prefix="any_size_", dynamic=True)
 def textbook(q, k, v, mask):
     """softmax replaced by entmax15 in the annotated transformer"""
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
@@ -203,12 +204,6 @@ def operands_upcast(q, k, v):
 @program(autocast=torch.bfloat16, precision=torch.bfloat16)
 def under_autocast():
     return Module(entmax.EntmaxBisect(1.5)), (hidden(),)
-
-
-@attention(dynamic=True)
-def dynamic_sizes(q, k, v, mask):
-    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-    return torch.matmul(entmax.entmax15(scores, dim=-1), v)
 
 
 @attention(inputs=lambda: (*qkv(keys=11), keep(11)))

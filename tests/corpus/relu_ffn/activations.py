@@ -11,6 +11,7 @@ from corpus.relu_ffn.registry import (
     INFER,
     TRAIN,
     Block,
+    K,
     N,
     block,
     function,
@@ -73,8 +74,6 @@ def mask_of_its_type(x, m):
 
 each(
     gate(),
-    # The gated block of Llama with hidden_act="relu".
-    relu_times_up=lambda g: F.relu(g),
     relu_in_place=lambda g: F.relu(g, inplace=True),
     clamp_min=lambda g: g.clamp(min=0),
     maximum_with_zeros=lambda g: torch.maximum(g, torch.zeros_like(g)),
@@ -138,17 +137,18 @@ def rectified_times_raw(x, m):
 
 
 @block(modes=INFER)
-def dropout_in_eval(x, m):
+@block("no_rewrite", "dropout is active", TRAIN, at="m.drop(")
+def dropout_of_activations(x, m):
     return m.down(m.drop(F.relu(m.up(x))))
 
 
-@block(dtype=torch.bfloat16, precision=torch.bfloat16)
-def bfloat16(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@block(autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
-def autocast(x, m):
+@block()
+@block(prefix="any_size_", dynamic=True)
+@block(prefix="one_token_", shape=(K,))
+@block(prefix="bfloat16_", dtype=torch.bfloat16, precision=torch.bfloat16)
+@block(prefix="autocast_", autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
+def relu_times_up(x, m):
+    """The gated block of Llama with hidden_act="relu"."""
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 

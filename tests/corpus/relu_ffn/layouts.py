@@ -263,11 +263,6 @@ def conv_stride():
     return Convolutions(2, stride=2), (tokens(shape=(B, K, 4, 6)),)
 
 
-@block(shape=(K,))
-def one_token(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 VECTOR = {
     "x": lambda: tokens(shape=(K,)),
     "k": lambda: weight(N, K),

@@ -7,8 +7,20 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from corpus.case import BOTH
-from corpus.relu_ffn.registry import TRAIN, B, K, N, S, block, formula, program, tokens, weight
+from corpus.relu_ffn.registry import (
+    BOTH,
+    INFER,
+    TRAIN,
+    B,
+    K,
+    N,
+    S,
+    block,
+    formula,
+    program,
+    tokens,
+    weight,
+)
 
 miss = functools.partial(block, "no_rewrite")
 
@@ -79,12 +91,6 @@ def norm_between(x, m):
     """Sub-LN"""
     h = F.relu(m.up(x))
     return m.down(F.layer_norm(h, (N,)))
-
-
-@miss("dropout is active", modes=TRAIN, at="m.drop(")
-def active_dropout(x, m):
-    """Dropout in training draws a mask over every activation."""
-    return m.down(m.drop(F.relu(m.up(x))))
 
 
 @miss("add combines two tensors", at="+ m.up(x)")
@@ -163,7 +169,7 @@ def stacked_experts():
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
-@formula("no_rewrite", "read different inputs", modes=(False,), at="(x @ u)")
+@formula("no_rewrite", "read different inputs", modes=INFER, at="(x @ u)")
 def input_written(x, g, u, d):
     x = x.clone()
     a = torch.relu(x @ g)
@@ -182,14 +188,10 @@ def softmax_of_relu(x, m):
     return m.down(F.relu(m.up(x)).softmax(-1))
 
 
+@block(modes=INFER)
 @miss("read different inputs", modes=TRAIN, at="m.drop(x)")
 def dropout_of_each_input(x, m):
     """nn.Dropout called for the gate and again for the up projection"""
-    return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
-
-
-@block(modes=(False,), pattern="relu_ffn")
-def dropout_of_each_input_in_eval(x, m):
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
 
 
@@ -271,7 +273,7 @@ def product_read_before_it_is_assigned(x, m):
     return m.down(h), before
 
 
-@miss("single elements", modes=(False,), at="h[0, :, 3] = 0.0")
+@miss("single elements", modes=INFER, at="h[0, :, 3] = 0.0")
 def one_neuron_of_one_sequence_ablated(x, m):
     """activation patching"""
     h = F.relu(m.up(x))
@@ -279,7 +281,7 @@ def one_neuron_of_one_sequence_ablated(x, m):
     return m.down(h)
 
 
-@program("no_rewrite", "getitem is changed in place", modes=(False,), at="gate, up = h[")
+@program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate, up = h[")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with what was scaled in place"""
     wide, down = weight(2 * N, K), weight(K, N, seed=34)
@@ -293,7 +295,7 @@ def overlapping_parts_in_place():
     return f, (tokens(),)
 
 
-@miss("a factor of its own", modes=(False,), at="h > torch.linspace(0, 0.2, N)")
+@miss("a factor of its own", modes=INFER, at="h > torch.linspace(0, 0.2, N)")
 def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""
     h = F.relu(m.gate(x))

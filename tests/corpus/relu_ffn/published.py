@@ -35,11 +35,6 @@ def gated_square(x, m):
     return m.down(F.relu(m.gate(x)).pow(2) * m.up(x))
 
 
-@block(dynamic=True)
-def llama_dynamic(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 @inference(bias=True)
 def square_with_dropouts(x, m):
     """dropouts in eval around a squared gate"""

@@ -294,13 +294,8 @@ def active_features_counted(x, p, m):
 
 
 @weighed(modes=INFER)
-def binary_features(x, p, m):
-    return m.down((m.up(x) > m.scale).to(x.dtype))
-
-
 @weighed("no_rewrite", "passes no gradient on", TRAIN, at="m.down(")
-def binary_features_in_training(x, p, m):
-    """the same where the projection is learned"""
+def binary_features(x, p, m):
     return m.down((m.up(x) > m.scale).to(x.dtype))
 
 

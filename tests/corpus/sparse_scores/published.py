@@ -269,6 +269,7 @@ def _features() -> tuple[Tensor]:
     return (torch.rand(N, T, generator=torch.Generator().manual_seed(3)),)
 
 
+@program(modes=INFER)
 @program("no_rewrite", "padding_idx keeps the gradient", TRAIN, at="self.weight(self.ids)")
 def embedding_with_padding_idx():
     """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
@@ -279,12 +280,6 @@ def embedding_with_padding_idx():
 def embedding_with_scale_grad_by_freq():
     """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
     return Biases(scale_grad_by_freq=True), _features()
-
-
-@program(modes=INFER)
-def embedding_with_padding_idx_served():
-    """padding_idx is about gradients alone"""
-    return Biases(padding_idx=0), _features()
 
 
 @program()

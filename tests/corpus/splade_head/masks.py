@@ -386,15 +386,10 @@ def nan_under_masked_fill(self, h, mask):
     return tokens(logits).max(dim=1).values
 
 
-@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask))
-def nan_under_multiplication(self, h, mask):
-    """NaN in the padding times a mask of 0 is NaN, and stays NaN."""
-    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@encoder(modes=INFER, inputs=(lambda: _states_with(INF), mask))
-def infinity_under_multiplication(self, h, mask):
-    """inf * 0 is NaN after the activation, where the logit was positive."""
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask), prefix="nan_")
+@encoder(modes=INFER, inputs=(lambda: _states_with(INF), mask), prefix="infinity_")
+def under_multiplication(self, h, mask):
+    """NaN in the padding times a mask of 0 is NaN; so is inf * 0 where the logit was positive."""
     return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 

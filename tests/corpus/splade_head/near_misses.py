@@ -154,13 +154,14 @@ def mask_of_tokens_and_terms(self, h, mask, input_ids):
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
+@encoder("maybe", "needs a gradient", parts={"gate": lambda: nn.Linear(D, 1)}, prefix="narrow_")
 @miss(
     "two tensors that come from linears",
     parts={"gate": lambda: nn.Linear(D, V)},
     at="torch.sigmoid(self.gate(h))",
 )
-def gate_of_tokens_and_terms(self, h, mask):
-    """A second projection gates every logit."""
+def learned_gate(self, h, mask):
+    """A second projection gates every logit, or one of a number each token."""
     weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
@@ -421,13 +422,6 @@ def learned_importance_of_tokens(self, h, mask):
     """EPIC: how much a token matters comes from a linear of its own."""
     matters = torch.log1p(F.softplus(self.importance(h)))
     return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
-
-
-@encoder("maybe", "a gate that needs a gradient", parts={"gate": lambda: nn.Linear(D, 1)})
-def learned_gate(self, h, mask):
-    """A token gate multiplied after the activation; it is trained."""
-    weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
-    return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @encoder("maybe", "the states change between matmul and max", INFER)
