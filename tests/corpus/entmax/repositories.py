@@ -51,23 +51,23 @@ def taus_expanded(x):
     return torch.max(torch.zeros_like(x), x - taus.expand_as(x)).reshape(shape)
 
 
-@rows()
-def threshold_by_where(x):
+def sparsemax_threshold(x):
     s = x.sort(-1, descending=True).values
     n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
     c = s.cumsum(-1) - 1
     size = (s * n > c).sum(-1, keepdim=True)
-    tau = c.gather(-1, size - 1) / size
+    return c.gather(-1, size - 1) / size
+
+
+@rows()
+def threshold_by_where(x):
+    tau = sparsemax_threshold(x)
     return torch.where(x > tau, x - tau, 0.0)
 
 
 @rows()
 def threshold_by_product(x):
-    s = x.sort(-1, descending=True).values
-    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
-    c = s.cumsum(-1) - 1
-    size = (s * n > c).sum(-1, keepdim=True)
-    tau = c.gather(-1, size - 1) / size
+    tau = sparsemax_threshold(x)
     return (x - tau) * (x > tau)
 
 
