@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     B,
@@ -16,6 +17,7 @@ from corpus.splade_head.registry import (
     hidden,
     ids,
     mask,
+    masked,
     tokens,
 )
 
@@ -30,17 +32,17 @@ def logical_not_finfo_min(logits, mask):
     return torch.log1p(torch.relu(logits.amax(dim=1)))
 
 
-@head()
-def eq_zero_fill_zero(logits, mask):
-    return tokens(logits).masked_fill(mask.eq(0).unsqueeze(-1), 0).max(dim=1).values
-
-
-@head()
-def fill_in_place_after_log(logits, mask):
-    """masked_fill_ on the activations, for memory."""
-    weights = tokens(logits)
-    weights.masked_fill_((mask != 1)[:, :, None], 0.0)
-    return weights.max(1)[0]
+each(
+    masked(),
+    eq_zero_fill_zero=lambda w, mask: w.masked_fill(mask.eq(0).unsqueeze(-1), 0),
+    # for memory
+    fill_in_place_after_log=lambda w, mask: w.masked_fill_((mask != 1)[:, :, None], 0.0),
+    where_with_scalar=lambda w, mask: torch.where(mask.unsqueeze(2) > 0, w, 0.0),
+    where_swapped=lambda w, mask: torch.where(mask.unsqueeze(-1) == 0, torch.zeros_like(w), w),
+    repeat_over_vocabulary=lambda w, mask: w * mask.unsqueeze(-1).repeat(1, 1, w.shape[-1]),
+    # sentence-transformers' mean pooling idiom
+    expand_as_logits=lambda w, mask: w * mask.unsqueeze(-1).expand(w.size()).float(),
+)
 
 
 @head()
@@ -79,21 +81,10 @@ def four_dimensional_mask(self, h, extended):
 
 
 @head()
-def where_with_scalar(logits, mask):
-    return torch.where(mask.unsqueeze(2) > 0, tokens(logits), 0.0).amax(1)
-
-
-@head()
 def where_with_tensor(logits, mask):
     """torch.where with a 0-dim tensor made on the spot."""
     kept = torch.where(mask.unsqueeze(-1) == 1, logits, torch.tensor(-INF))
     return tokens(kept.max(dim=1).values)
-
-
-@head()
-def where_swapped(logits, mask):
-    drop = mask.unsqueeze(-1) == 0
-    return torch.where(drop, torch.zeros_like(logits), tokens(logits)).max(1).values
 
 
 @head()
@@ -117,19 +108,6 @@ def boolean_assignment_of_every_element(logits, mask):
     spread = mask.unsqueeze(-1).expand(weights.size()).float()
     weights[spread == 0] = -1e9
     return torch.max(weights, 1)[0]
-
-
-@head()
-def repeat_over_vocabulary(logits, mask):
-    full = mask.unsqueeze(-1).repeat(1, 1, logits.shape[-1])
-    return (tokens(logits) * full).max(dim=1).values
-
-
-@head()
-def expand_as_logits(logits, mask):
-    """sentence-transformers' mean pooling idiom: expand(token_embeddings.size()).float()"""
-    expanded = mask.unsqueeze(-1).expand(logits.size()).float()
-    return (tokens(logits) * expanded).max(1)[0]
 
 
 @head()
@@ -305,15 +283,12 @@ def mask_by_einsum_that_turns(logits, mask):
     return tokens(torch.einsum("b s, b s v -> b v s", mask, logits).max(-1).values)
 
 
-@head(mask_dtype=torch.float32)
-def mask_by_einsum_with_an_axis_of_one(logits, mask):
-    """The mask is [B, S, 1], its last axis a letter of its own."""
-    return torch.einsum("bsv,bsk->bsv", tokens(logits), mask[..., None]).amax(1)
-
-
-@head(mask_dtype=torch.float32)
-def mask_by_einsum_with_ellipsis(logits, mask):
-    return torch.einsum("...v,...->...v", tokens(logits), mask).amax(1)
+each(
+    masked(mask_dtype=torch.float32),
+    # its last axis is a letter of its own
+    mask_by_einsum_with_an_axis_of_one=lambda w, m: torch.einsum("bsv,bsk->bsv", w, m[..., None]),
+    mask_by_einsum_with_ellipsis=lambda w, m: torch.einsum("...v,...->...v", w, m),
+)
 
 
 def of_lengths(keep):

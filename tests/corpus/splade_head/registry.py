@@ -43,6 +43,14 @@ def pooled(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
     )
 
 
+def masked(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a head by `change(weights, mask)` alone, which masks activations."""
+    return of(
+        head(*how, **fields),
+        lambda change: lambda logits, mask: change(tokens(logits), mask).max(dim=1).values,
+    )
+
+
 def activated(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
     """Register a head by `activate(logits)` alone."""
     return of(
