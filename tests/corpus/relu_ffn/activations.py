@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.case import each
+from corpus.case import each, of
 from corpus.relu_ffn.registry import (
     INFER,
     TRAIN,
@@ -182,31 +182,15 @@ each(
 )
 
 
-@scaled()
-def scale_in_one_factor(x, m):
-    """The scale stands in the second of two factors of one projection."""
-    u = m.up(x)
-    return m.down(u * (F.relu(u) * m.scale))
-
-
-@scaled()
-def rectified_times_shifted(x, m):
-    """One projection, a bias of its own in either factor."""
-    u = m.up(x)
-    return m.down(F.relu(u) * (u + m.scale))
-
-
-@scaled()
-def rectified_of_scaled(x, m):
-    """One projection, a scale inside the rectifier alone, as the magnitudes of a gated sparse autoencoder have it."""
-    u = m.up(x)
-    return m.down(F.relu(u * m.scale) * u)
-
-
-@scaled()
-def rectified_twice_with_one_bias(x, m):
-    u = m.up(x)
-    return m.down(F.relu(u + m.scale) * (u + m.scale))
+each(
+    of(scaled(), lambda act: lambda x, m: m.down(act(m.up(x), m.scale))),
+    scale_in_one_factor=lambda u, scale: u * (F.relu(u) * scale),
+    # a bias of its own in either factor
+    rectified_times_shifted=lambda u, shift: F.relu(u) * (u + shift),
+    # as the magnitudes of a gated sparse autoencoder have it
+    rectified_of_scaled=lambda u, scale: F.relu(u * scale) * u,
+    rectified_twice_with_one_bias=lambda u, shift: F.relu(u + shift) * (u + shift),
+)
 
 
 @scaled()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.case import each
+from corpus.case import each, of
 from corpus.relu_ffn.registry import (
     BOTH,
     INFER,
@@ -228,32 +228,18 @@ def negative_assigned_too_late(x, p, m):
     return m.down(h)
 
 
-@weighed()
-def learned_threshold_as_a_factor(x, p, m):
-    """JumpReLU as sparse autoencoders write it: pre * (pre > theta)"""
-    h = m.up(x)
-    return m.down(h * (h > m.scale))
-
-
-@weighed()
-def learned_threshold(x, p, m):
-    h = m.up(x)
-    return m.down(torch.where(h > m.scale, h, torch.zeros_like(h)))
-
-
-@weighed()
-def jump_relu_of_gemma_scope(x, p, m):
-    """mask * relu(pre)"""
-    h = m.up(x)
-    mask = h > m.scale.exp()
-    return m.down(mask * F.relu(h))
-
-
-@weighed()
-def jump_relu_filled(x, p, m):
-    """masked_fill where the threshold is not exceeded, the comparison detached"""
-    h = m.up(x)
-    return m.down(h.masked_fill(h.detach() <= m.scale, 0.0))
+each(
+    of(weighed(), lambda act: lambda x, p, m: m.down(act(m.up(x), m.scale))),
+    # JumpReLU as sparse autoencoders write it
+    learned_threshold_as_a_factor=lambda h, theta: h * (h > theta),
+    learned_threshold=lambda h, theta: torch.where(h > theta, h, torch.zeros_like(h)),
+    jump_relu_of_gemma_scope=lambda h, theta: (h > theta.exp()) * F.relu(h),
+    jump_relu_filled=lambda h, theta: h.masked_fill(h.detach() <= theta, 0.0),
+    # what exceeds a learned number is dropped
+    rectified_up_to_a_ceiling=lambda h, theta: F.relu(h) * ~(h > theta),
+    # the mask has no effect
+    shifted_beyond_its_threshold=lambda h, theta: F.relu(h - theta) * (h > theta),
+)
 
 
 @weighed()
@@ -269,20 +255,6 @@ def gated_autoencoder(x, p, m):
     z = m.up(x)
     active = ((z + m.scale) > 0).to(x.dtype)
     return m.down(active * F.relu(z * m.scale.exp() + 0.1))
-
-
-@weighed()
-def rectified_up_to_a_ceiling(x, p, m):
-    """what exceeds a learned number is dropped"""
-    h = m.up(x)
-    return m.down(F.relu(h) * ~(h > m.scale))
-
-
-@weighed()
-def shifted_beyond_its_threshold(x, p, m):
-    """relu(pre - theta) * (pre > theta), the mask without effect"""
-    h = m.up(x)
-    return m.down(F.relu(h - m.scale) * (h > m.scale))
 
 
 @weighed(modes=BOTH)
