@@ -97,17 +97,12 @@ class _Jump(torch.autograd.Function):
         return (z > threshold) * grad, (slope * grad).sum(0), None
 
 
-class _Above(torch.autograd.Function):
+class _Above(_Jump):
     """1 where z is above the threshold; for the threshold alone there is a gradient."""
 
     @staticmethod
     def forward(z, threshold, width):
         return (z > threshold).to(z)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        z, threshold, ctx.width = inputs
-        ctx.save_for_backward(z, threshold)
 
     @staticmethod
     def backward(ctx, grad):

@@ -77,16 +77,31 @@ def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def toys() -> Iterator[None]:
-    """Two patterns of the tests' own."""
-    from sparse_inductor import pattern
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of 16 documents, so that an index of a test's collection has several."""
+    from sparse_inductor.index import segment
+
+    monkeypatch.setattr(segment, "CAPACITY", 16)
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    """A pattern of the tests' own."""
+    from support import registered
     from toy import Toy
 
-    for name in ("toy", "other"):
-        pattern.register(Toy(name))
-    yield
-    for name in ("toy", "other"):
-        pattern.unregister(name)
+    with registered(Toy()):
+        yield
+
+
+@pytest.fixture
+def toys(toy: None) -> Iterator[None]:
+    """And another one."""
+    from support import registered
+    from toy import Toy
+
+    with registered(Toy("other")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a search finds, by brute force."""
+"""Collections of documents, queries, and what a search finds by brute force."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import torch
 from torch import Tensor
 
 INF = float("inf")
+
+
+def sparse(rows: int, terms: int, share: float, seed: int = 0) -> Tensor:
+    """Weights of which about a `share` is not 0."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, terms, generator=g) * (torch.rand(rows, terms, generator=g) < share)
+
+
+def counts(rows: int, terms: int, seed: int = 0, share: float = 1.0) -> Tensor:
+    """The same with few different weights, 0, 1 and 2: equal scores are common."""
+    g = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(3, (rows, terms), generator=g).float()
+    return drawn * (torch.rand(rows, terms, generator=g) < share)
 
 
 def best(dense: Tensor, q: Tensor, k: int, left: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,20 @@ def one_in(n: int, values: Iterable[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
+def registered(*patterns: Any) -> Iterator[None]:
+    """The patterns are known in the block."""
+    from sparse_inductor import pattern
+
+    for each in patterns:
+        pattern.register(each)
+    try:
+        yield
+    finally:
+        for each in patterns:
+            pattern.unregister(each.name)
+
+
+@contextlib.contextmanager
 def only(*patterns: str) -> Iterator[Any]:
     """Nothing compiled before, the named patterns on, an empty report."""
     import sparse_inductor

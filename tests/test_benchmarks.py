@@ -231,16 +231,11 @@ def test_the_quick_run_writes_its_files(tmp_path, family):
     assert str(tmp_path) not in page  # nobody's folders are published
 
 
-@pytest.mark.parametrize(
-    ("family", "rows"),
-    [
-        pytest.param("splade_head", 17, marks=pytest.mark.heavy),
-        pytest.param("entmax", 6, marks=pytest.mark.heavy),
-        pytest.param("entmax_attention", 27, marks=pytest.mark.heavy),
-        pytest.param("end_to_end", 18, marks=pytest.mark.heavy),
-        pytest.param("relu_ffn", 31, marks=pytest.mark.heavy),
-    ],
-)
+ROWS = {"splade_head": 17, "entmax": 6, "entmax_attention": 27, "end_to_end": 18, "relu_ffn": 31}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("family", "rows"), ROWS.items(), ids=ROWS)
 def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     """On the CPU at tiny sizes: the figures are void, the code is the same, but that what is not rewritten is not
     compiled either, which takes long and which the quick runs do."""
@@ -248,13 +243,8 @@ def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     monkeypatch.setattr(module, "compiled", lambda program, **_: program, raising=False)
     monkeypatch.setattr(module, "graphed", lambda work: work, raising=False)
     monkeypatch.setattr(Bench, "cuda", property(lambda self: True))
-    for name, value in (
-        ("memory_reserved", 0),
-        ("memory_allocated", 0),
-        ("empty_cache", None),
-        ("synchronize", None),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("memory_reserved", "memory_allocated", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**11, 10**11))
     bench = Bench(CPU, dataclasses.replace(results(), rows=[], points=[]), tmp_path, quick=True)
     for section in module._gpu_sections(bench):

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import pages
 from processes import python
+from support import registered
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -22,6 +23,13 @@ _spec.loader.exec_module(hooks)
 
 def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def ran(page: str, first: int | None = None) -> dict[str, object]:
+    """What the code of a page defines, or its first blocks."""
+    space: dict[str, object] = {}
+    exec("\n".join(blocks(DOCS / page)[:first]), space)
+    return space
 
 
 WITH_CODE = [page for page in PAGES if blocks(page)]
@@ -64,41 +72,30 @@ def test_every_example_and_near_miss_has_its_line():
 
 
 def test_the_operators_examples_run():
-    head, attention = blocks(DOCS / "operators.md")
-    space: dict[str, object] = {}
-    exec(head, space)
-    assert space["values"].shape == (2, 100)
-    exec(attention, space)
-    assert space["out"].shape == (2, 8, 128, 64)
+    space = ran("operators.md")
+    assert space["values"].shape == (2, 100) and space["out"].shape == (2, 8, 128, 64)
     assert (space["p"] == 0).any()
 
 
 def test_the_feed_forward_example_runs():
-    (code,) = blocks(DOCS / "feed-forward.md")
-    space: dict[str, object] = {}
-    exec(code, space)
+    space = ran("feed-forward.md")
     assert space["y"].shape == (2, 16, 64) and space["stats"].shape == (4, 2, 16)
 
 
 def test_the_indexs_first_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    space: dict[str, object] = {}
-    exec(blocks(DOCS / "how-to" / "build-an-index.md")[0], space)
+    space = ran("how-to/build-an-index.md", 1)
     assert space["scores"].shape == space["ids"].shape == (4, 10)
     assert space["more"] == range(1000, 1001) and len(space["index"]) == 1001
 
 
 def test_the_documented_patterns_are_patterns():
-    from sparse_inductor.pattern import register, unregister
-
-    template, test, structural, _ = blocks(DOCS / "how-to" / "write-a-pattern.md")
+    ran("how-to/write-a-pattern.md", 2)["test_masked_relu"]()
+    structural = blocks(DOCS / "how-to" / "write-a-pattern.md")[2]
     space: dict[str, object] = {}
-    exec(template + test, space)
-    space["test_masked_relu"]()
-    space = {}
     exec(structural, space)
-    register(space["PATTERN"])
-    unregister("my_head")
+    with registered(space["PATTERN"]):
+        pass
 
 
 def test_a_pattern_and_its_tests_are_short():

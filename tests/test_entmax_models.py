@@ -26,7 +26,7 @@ ATTENTION = "entmax_attention"
 def test_every_layer_is_rewritten_in_one_graph(which, kind, training):
     build = lambda: (Transformer(which, kind, layers=3), token_ids())
     with only(ATTENTION):
-        check(Case("", "", build, training=training, pattern=ATTENTION, rewrites=3), how="aten")
+        check(Case("", build, training=training, pattern=ATTENTION, rewrites=3), how="aten")
 
 
 def test_a_decoder_is_seen_to_be_causal_and_to_share_key_heads():

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from processes import threads
 from sparse_inductor import SparseIndex
-from sparse_inductor.index import segment
 
 N, V, B = 40, 12, 3
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch):
-    monkeypatch.setattr(segment, "CAPACITY", 16)
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def collection(weights: str = "float32") -> SparseIndex:

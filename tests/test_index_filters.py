@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ranking import best
+from ranking import best, counts
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import queries
 
@@ -17,13 +17,11 @@ N, V, B = 40, 12, 3
 
 
 def collection(n: int = N) -> Tensor:
-    """Few different weights: equal scores are common."""
-    g = torch.Generator().manual_seed(0)
-    return torch.randint(3, (n, V), generator=g) * (torch.rand(n, V, generator=g) < 0.4).float()
+    return counts(n, V, share=0.4)
 
 
 def queries_of(b: int = B) -> Tensor:
-    return torch.randint(3, (b, V), generator=torch.Generator().manual_seed(1)).float()
+    return counts(b, V, seed=1)
 
 
 def agrees(found: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import sparse
 
+import ranking
 from ranking import best
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import contents, queries, sources
@@ -27,9 +28,7 @@ def small_batches(monkeypatch):
 
 
 def collection(n: int = 9) -> torch.Tensor:
-    g = torch.Generator().manual_seed(0)
-    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < 0.4)
-    return (dense * 8).round() / 8
+    return (ranking.sparse(n, V, 0.4) * 8).round() / 8
 
 
 def queries_of(b: int = 5) -> torch.Tensor:

@@ -176,11 +176,8 @@ def test_a_failed_attempt_holds_no_memory():
 # Every kernel of every family
 
 
-class Case(NamedTuple):
-    """build: a device to a program and its tensors, of which floating ones may require gradients."""
-
-    build: Callable[[torch.device], tuple[Callable[..., Any], list[Tensor]]]
-    family: str
+# A device to a program and its tensors, of which floating ones may require gradients.
+Build = Callable[[torch.device], tuple[Callable[..., Any], list[Tensor]]]
 
 
 def _generator(seed: int = 0) -> torch.Generator:
@@ -305,33 +302,28 @@ def several_processes(device: torch.device):
     return program, [scores]
 
 
-CASES = {
-    "splade_head": Case(splade, "splade_head"),
-    "splade_head of real weights": Case(
-        lambda d: splade(d, "row_add(0) | relu | log1p | row_mul(0)", "real"), "splade_head"
+CASES: dict[str, Build] = {
+    "splade_head": splade,
+    "splade_head of real weights": lambda d: splade(
+        d, "row_add(0) | relu | log1p | row_mul(0)", "real"
     ),
-    "relu_ffn of one token": Case(lambda d: relu_ffn(d, 1), "relu_ffn"),
-    "relu_ffn of four tokens": Case(lambda d: relu_ffn(d, 4), "relu_ffn"),
-    "relu_ffn": Case(lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 6), "relu_ffn"),
-    "relu_ffn without a second factor": Case(
-        lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 6, up=False, stats=True), "relu_ffn"
+    "relu_ffn of one token": lambda d: relu_ffn(d, 1),
+    "relu_ffn of four tokens": lambda d: relu_ffn(d, 4),
+    "relu_ffn": lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 6),
+    "relu_ffn without a second factor": lambda d: relu_ffn(
+        d, 2048 if d.type == "cuda" else 6, up=False, stats=True
     ),
-    "entmax": Case(entmax, "entmax"),
-    "entmax_attention": Case(
-        lambda d: entmax_attention(d, 1024 if d.type == "cuda" else 40), "entmax_attention"
-    ),
-    "entmax_attention with a bias": Case(
-        lambda d: entmax_attention(d, 24, bias=True), "entmax_attention"
-    ),
-    "sparse_scores": Case(lambda d: sparse_scores(d, 3), "sparse_scores"),
-    "sparse_scores of many queries": Case(
-        lambda d: sparse_scores(d, 12, k=4, form="rows"), "sparse_scores"
-    ),
-    "the best of few documents": Case(lambda d: sparse_scores(d, 2, k=4), "sparse_scores"),
-    "index": Case(lambda d: index(d, 20_000 if d.type == "cuda" else 90), "index"),
-    "index of several processes": Case(several_processes, "index"),
-    "index of bytes": Case(lambda d: index(d, 90, weights="int8"), "index"),
+    "entmax": entmax,
+    "entmax_attention": lambda d: entmax_attention(d, 1024 if d.type == "cuda" else 40),
+    "entmax_attention with a bias": lambda d: entmax_attention(d, 24, bias=True),
+    "sparse_scores": lambda d: sparse_scores(d, 3),
+    "sparse_scores of many queries": lambda d: sparse_scores(d, 12, k=4, form="rows"),
+    "the best of few documents": lambda d: sparse_scores(d, 2, k=4),
+    "index": lambda d: index(d, 20_000 if d.type == "cuda" else 90),
+    "index of several processes": several_processes,
+    "index of bytes": lambda d: index(d, 90, weights="int8"),
 }
+LEARNS = {name for name in CASES if not name.startswith("index")}
 
 
 class Failure(NamedTuple):
@@ -377,10 +369,9 @@ def launched(
         kind.run = usual
 
 
-def results(case: Case, device: torch.device, training: bool) -> list[Tensor]:
+def results(build: Build, device: torch.device, training: bool) -> list[Tensor]:
     """Outputs and gradients."""
-    program, tensors = case.build(device)
-    training = training and case.family != "index"
+    program, tensors = build(device)
     return step(program, [t.requires_grad_(training) for t in tensors], training)
 
 
@@ -417,7 +408,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 def check_every_kernel(
     name: str, device: torch.device, training: bool, failure: str, tolerance: float
 ) -> None:
-    case = CASES[name]
+    case, training = CASES[name], training and name in LEARNS
     with launched() as kernels:
         want = results(case, device, training)
     assert not layers.fallbacks(), "all kernels work here"
@@ -484,13 +475,13 @@ def test_compiled_training_goes_on_where_kernels_fail(name, request):
     request.getfixturevalue("as_on_a_gpu")
 
     def build(device: torch.device) -> tuple[Any, list[Tensor]]:
-        program, tensors = case.build(device)
+        program, tensors = case(device)
         return compile_without_codegen(program), tensors
 
     with launched(lambda name: True) as kernels, pytest.warns(KernelWarning) as seen:
-        before = results(Case(build, name), cpu, training=True)
+        before = results(build, cpu, training=True)
     with launched() as later:
-        behind = results(Case(build, name), cpu, training=True)
+        behind = results(build, cpu, training=True)
     assert kernels and not later
     assert sum(issubclass(w.category, KernelWarning) for w in seen) == 1
     for got in (before, behind):
@@ -510,7 +501,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_no_kernel_compiles(name, training, request):
     """Beside what the operators make of a CPU's tensors. Fakes say what ATen returns too."""
-    case, cpu = CASES[name], torch.device("cpu")
+    case, cpu, training = CASES[name], torch.device("cpu"), training and name in LEARNS
     want = results(case, cpu, training)
     request.getfixturevalue("cpu_as_gpu")
     request.getfixturevalue("as_on_a_gpu")
@@ -603,13 +594,13 @@ def test_compiled_programs_whose_kernels_fail(name, training):
     want = results(CASES[name], cuda, training)
 
     def build(device: torch.device) -> tuple[Any, list[Tensor]]:
-        program, tensors = CASES[name].build(device)
+        program, tensors = CASES[name](device)
         return torch.compile(program), tensors
 
     forget_all()
     with launched(lambda name: True) as kernels, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        got = results(Case(build, name), cuda, training)
+        got = results(build, cuda, training)
     said = [w for w in seen if issubclass(w.category, KernelWarning)]
     assert kernels and len(said) == 1
     for a, b in zip(got, want, strict=True):
@@ -630,7 +621,7 @@ def test_kernels_that_cannot_be_imported_are_named(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.family != "index"])
+@pytest.mark.parametrize("name", [name for name in CASES if name in LEARNS])
 def test_cuda_graphs_of_programs_whose_kernels_fail(name):
     """ATen never waits for the GPU."""
     cuda = torch.device("cuda")
@@ -638,7 +629,7 @@ def test_cuda_graphs_of_programs_whose_kernels_fail(name):
     forget_all()
     with launched(lambda name: True), warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)
-        program, tensors = CASES[name].build(cuda)
+        program, tensors = CASES[name](cuda)
         leaves = [t.requires_grad_() for t in tensors]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -73,7 +73,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 def check_head(build, training: bool, **fields) -> None:
     """What `build` makes of no arguments: one head, and no logits are left."""
     with only_splade_head():
-        check(Case("", "", build, training=training, dense=B * S * V, **fields), how="aten")
+        check(Case("", build, training=training, dense=B * S * V, **fields), how="aten")
 
 
 @pytest.mark.sample(2)
@@ -89,7 +89,7 @@ def test_head_is_rewritten(name, training):
 @pytest.mark.parametrize("name", ["bert", heavy("distilbert"), heavy("qwen2")])
 def test_dynamic_shapes(name):
     """Dynamo may start over after it has called the backend: the same head, twice."""
-    case = Case("", "", lambda: (Splade(name), tokens()), "maybe", "twice", True, dynamic=True)
+    case = Case("", lambda: (Splade(name), tokens()), "maybe", "twice", True, dynamic=True)
     with only_splade_head():
         found = check(case, how="aten")
     assert len(found.report.rewrites) == len(found.graphs)

@@ -201,26 +201,6 @@ def test_what_stands_beside_a_transform_is_rewritten(report):
     assert "splade_head" in rewritten(report)
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
-@pytest.mark.parametrize("op", ["splade_head", "entmax", "entmax_attention", "relu_ffn"])
-def test_an_operator_inside_a_transform_says_so(op, transform):
-    x = torch.randn(2, 3, 4, 4)
-    calls = {
-        "splade_head": lambda x: sparse_inductor.ops.splade_head(x[0], x[0, 0]),
-        "entmax": lambda x: sparse_inductor.ops.entmax(x),
-        "entmax_attention": lambda x: sparse_inductor.ops.entmax_attention(x[:1], x[:1], x[:1]),
-        "relu_ffn": lambda x: sparse_inductor.ops.relu_ffn(x[0, 0], x[0, 0], x[0, 0]),
-    }
-    call = calls[op]
-    with pytest.raises(
-        NotImplementedError, match=f"sparse_inductor::{op} takes no part in torch.func"
-    ):
-        if transform == "grad":
-            torch.func.grad(lambda x: call(x).sum())(x)
-        else:
-            torch.vmap(call)(x[None])
-
-
 # Modes of torch
 
 

@@ -11,15 +11,13 @@ import torch
 
 from processes import threads
 from sparse_inductor import SparseIndex
-from sparse_inductor.index import IndexFileError, NamedIndex, segment
+from sparse_inductor.index import IndexFileError, NamedIndex
 from test_index_service import in_child
 
 V = 10
 
 
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch):
-    monkeypatch.setattr(segment, "CAPACITY", 16)
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def best(documents, query, k):

@@ -19,22 +19,6 @@ def _compiled(module, *inputs):
     return result
 
 
-def test_a_handwritten_relu_leaves_a_poisoned_token_out():
-    """where(x > 0, x, 0) turns NaN into 0, unlike relu."""
-
-    class Model(Vocabulary):
-        def forward(self, h):
-            logits = self.decoder(h)
-            return torch.log1p(torch.where(logits > 0, logits, 0.0)).amax(dim=1)
-
-    states = hidden().detach()
-    states[0, 2] = float("nan")
-    module = Model()
-    expected = module(states)
-    assert expected.isfinite().all() and expected[0].any()
-    torch.testing.assert_close(_compiled(module, states), expected)
-
-
 def test_minus_infinity_times_its_sign_is_zero():
     """x * (x > 0) is NaN at -inf; here it is what the formula means, 0."""
 
@@ -260,7 +244,6 @@ def test_scores_times_infinity_are_as_written():
     entmax15 = pytest.importorskip("entmax").entmax15
     program = lambda q: entmax15(q @ q.mT * float("inf"), -1) @ q
     with sparse_inductor.enabled(only="entmax_attention", policy="always"):
-        sparse_inductor.report().clear()
         with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
             compile_without_codegen(program)(torch.randn(3, 8))
         assert not sparse_inductor.report().rewrites

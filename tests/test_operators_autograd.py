@@ -80,6 +80,17 @@ def test_an_operator_has_no_tangent_and_says_so(pattern):
         assert direct(pattern)(x).isfinite().all()
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize("pattern", [name for name in LAYERS if name != "sparse_scores"])
+def test_an_operator_inside_a_transform_says_so(pattern, transform):
+    operator, x = direct(pattern), torch.randn(5, 4)
+    with pytest.raises(NotImplementedError, match=f"::{pattern} takes no part in torch.func"):
+        if transform == "grad":
+            torch.func.grad(lambda x: operator(x).sum())(x)
+        else:
+            torch.vmap(operator)(x[None])
+
+
 # Second derivatives
 
 
@@ -110,24 +121,23 @@ def test_a_gradient_that_the_graph_differentiates_is_as_written(pattern):
     assert any("create_graph" in miss.reason for miss in report.near_misses)
 
 
-@pytest.mark.parametrize("pattern", LAYERS)
-def test_a_second_derivative_of_an_operator_raises_its_name(pattern):
-    x = torch.randn(5, 4).requires_grad_()
-    (g,) = torch.autograd.grad(direct(pattern)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(
-        RuntimeError, match=f"sparse_inductor::{pattern} has a first derivative only"
-    ):
-        g.square().sum().backward()
+PENALTIES = {
+    "alone": lambda y, g, x: g.square().sum().backward(),
+    # `torch.autograd.grad` goes through what leads to its inputs alone, and the error has to be there.
+    "of inputs": lambda y, g, x: torch.autograd.grad(y + g.square().sum(), x, allow_unused=True),
+}
 
 
+@pytest.mark.parametrize("asked", PENALTIES)
 @pytest.mark.parametrize("pattern", LAYERS)
-def test_a_penalty_is_not_dropped_where_gradients_of_inputs_are_asked_for(pattern):
-    """`torch.autograd.grad` goes through what leads to its inputs alone, and the error has to be there."""
+def test_a_second_derivative_of_an_operator_raises_its_name(pattern, asked):
     x = torch.randn(5, 4).requires_grad_()
     y = direct(pattern)(x).square().sum()
     (g,) = torch.autograd.grad(y, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{pattern} has a first derivative only"):
-        torch.autograd.grad(y + g.square().sum(), x, allow_unused=True)
+    with pytest.raises(
+        RuntimeError, match=f"sparse_inductor::{pattern} has a first derivative only"
+    ):
+        PENALTIES[asked](y, g, x)
 
 
 def test_a_penalty_within_a_checkpoint_is_not_dropped_either():

@@ -11,12 +11,7 @@ from processes import ROOT, TESTS, python
 from sparse_inductor import pattern
 from toy import Toy
 
-
-@pytest.fixture(autouse=True)
-def toy():
-    pattern.register(Toy())
-    yield
-    pattern.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def test_registering_the_same_name_twice_raises():

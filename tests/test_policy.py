@@ -49,16 +49,10 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARSE_INDUCTOR_POLICY", raising=False)
 
 
-def rewritten(compiled) -> int:
-    return compiled.calls("relu_ffn")
-
-
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_a_block_is_rewritten_when_it_becomes_sparse_and_goes_back(training):
-    model, reference = Blocks(), Blocks()
-    report = sparse_inductor.report()
-    report.clear()
+    model, reference, report = Blocks(), Blocks(), sparse_inductor.report()
     sparse_inductor.enable(only="relu_ffn")
     compiled = compile_without_codegen(model)
     bias, same_bias = model.ups[0].bias, reference.ups[0].bias
@@ -112,7 +106,6 @@ def popular_apart(looks_often, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_popular_neurons_are_told_apart(training):
     """One neuron in ten is active in half of the rows, the others nowhere; then all are in half of them."""
     model, reference, report = Blocks(), Blocks(), sparse_inductor.report()
-    report.clear()
     sparse_inductor.enable(only="relu_ffn")
     compiled = compile_without_codegen(model)
     biases = [up.bias for m in (model, reference) for up in m.ups]
@@ -254,29 +247,32 @@ def test_bad_policies_are_named(policy, error, text):
     assert text in str(caught.value)
 
 
-def test_never_leaves_a_block_as_written():
+@pytest.mark.parametrize(
+    ("policy", "reason"), [("never", "the policy is 'never'"), ("auto", "whatever is active")]
+)
+def test_a_block_that_is_not_to_be_rewritten_or_does_not_gain_is_left_as_written(policy, reason):
     report = sparse_inductor.report()
-    report.clear()
-    sparse_inductor.enable(only="relu_ffn", policy="never")
+    sparse_inductor.enable(only="relu_ffn", policy=policy)
     with torch.no_grad():
         compiled = compile_without_codegen(Blocks())
         compiled(torch.randn(2, 3, 8))
-    assert rewritten(compiled) == 0 and not report.rewrites
-    assert [p.reason for p in report.pending] == ["the policy is 'never'"] * 2
-
-
-def test_a_block_that_does_not_gain_is_left_as_written():
-    report = sparse_inductor.report()
-    report.clear()
-    sparse_inductor.enable(only="relu_ffn", policy="auto")
-    with torch.no_grad():
-        compile_without_codegen(Blocks())(torch.randn(2, 3, 8))
-    assert not report.rewrites
-    assert all("whatever is active" in p.reason for p in report.pending)
+    assert compiled.calls("relu_ffn") == 0 and not report.rewrites
+    assert len(report.pending) == 2 and all(reason in p.reason for p in report.pending)
     assert "as written for now" in str(report)
 
 
-def inactive(model: Blocks, *which: int) -> Blocks:
+def biased(*biases: float) -> Blocks:
+    """Blocks whose neurons have these biases, repeated."""
+    model = Blocks()
+    with torch.no_grad():
+        for up in model.ups:
+            up.bias.copy_(torch.tensor(biases).repeat(40 // len(biases)))
+    return model
+
+
+def inactive(*which: int) -> Blocks:
+    """Blocks of which these, or both, have no active neuron."""
+    model = Blocks()
     with torch.no_grad():
         for at in which or range(2):
             model.ups[at].bias.fill_(-50.0)
@@ -297,7 +293,7 @@ def changes(model: nn.Module, inputs, **how) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("looks_often")
 def test_a_module_is_what_it_was():
-    model = inactive(Blocks())
+    model = inactive()
     names = [*model.state_dict()], [*dict(model.named_buffers())]
     assert changes(model, [torch.ones(3, 8)] * 8, fullgraph=True) == (2, 2)
     assert names == ([*model.state_dict()], [*dict(model.named_buffers())])
@@ -312,17 +308,13 @@ def test_a_module_is_what_it_was():
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_change(dynamic):
     inputs = [torch.ones(3 + i % 4, 8) for i in range(12)]
-    assert changes(inactive(Blocks()), inputs, dynamic=dynamic)[0] == 2
+    assert changes(inactive(), inputs, dynamic=dynamic)[0] == 2
 
 
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize(("shape", "dynamic"), [((3, 50, 8), None), ((8,), None), ((50, 8), True)])
 def test_the_share_is_that_of_every_row(shape, dynamic):
-    model = Blocks()
-    with torch.no_grad():
-        for up in model.ups:
-            up.bias.copy_(torch.tensor([-50.0, 50.0, 50.0, 50.0]).repeat(10))
-    assert changes(model, [torch.ones(shape)] * 8, dynamic=dynamic) == (0, 1)
+    assert changes(biased(-50, 50, 50, 50), [torch.ones(shape)] * 8, dynamic=dynamic) == (0, 1)
     assert [p.measured for p in sparse_inductor.report().pending] == [0.75, 0.75]
 
 
@@ -337,7 +329,7 @@ def test_where_nothing_runs_nothing_is_decided(shape):
 def test_a_block_that_some_calls_give_no_rows(counting, request):
     """An expert that no token chose, a batch that is empty: nothing is known of how many rows there will be."""
     request.getfixturevalue(counting)
-    blocks = inactive(Blocks(), 0)
+    blocks = inactive(0)
 
     class Chosen(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -357,10 +349,7 @@ def test_a_block_that_some_calls_give_no_rows(counting, request):
     ("shape", "dynamic"), [((4, 25, 8), None), ((100, 8), True), ((2, 3, 50, 8), True)]
 )
 def test_popular_neurons_of_any_shape(shape, dynamic):
-    model = Blocks()
-    with torch.no_grad():
-        for up in model.ups:
-            up.bias.copy_(torch.tensor([50.0, *[-50.0] * 9]).repeat(4))
+    model = biased(50, *[-50] * 9)
     assert changes(model, [torch.ones(shape)] * 8, dynamic=dynamic)[0] == 2
     assert not sparse_inductor.report().pending
 
@@ -406,12 +395,12 @@ def test_what_was_counted_before_a_reset_does_not_count():
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(nn.Sequential(Blocks()), backend="eager")(inputs[0])
-    assert changes(nn.Sequential(inactive(Blocks())), inputs)[0] == 2
+    assert changes(nn.Sequential(inactive()), inputs)[0] == 2
 
 
 @pytest.mark.usefixtures("looks_often")
 def test_blocks_at_one_line_are_told_apart():
-    assert changes(inactive(Blocks(), 1), [torch.ones(3, 8)] * 8) == (1, 2)
+    assert changes(inactive(1), [torch.ones(3, 8)] * 8) == (1, 2)
     (written,) = sparse_inductor.report().pending
     assert written.measured is not None and written.measured > 0.2
 
@@ -419,7 +408,7 @@ def test_blocks_at_one_line_are_told_apart():
 @pytest.mark.usefixtures("looks_often")
 def test_nothing_is_decided_where_nothing_may_be_compiled():
     sparse_inductor.enable(only="relu_ffn")
-    compiled = compile_without_codegen(inactive(Blocks()))
+    compiled = compile_without_codegen(inactive())
     with torch.no_grad():
         compiled(torch.ones(3, 8))
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -434,8 +423,7 @@ def test_nothing_is_decided_where_nothing_may_be_compiled():
 @pytest.mark.heavy
 @pytest.mark.usefixtures("looks_often")
 def test_what_runs_again_in_the_backward_is_not_counted():
-    model, report = inactive(Blocks()), sparse_inductor.report()
-    report.clear()
+    model, report = inactive(), sparse_inductor.report()
     sparse_inductor.enable(only="relu_ffn")
     compiled = compile_without_codegen(lambda x: checkpoint(model, x, use_reentrant=False))
     for _ in range(7):
@@ -449,9 +437,7 @@ def test_what_runs_again_in_the_backward_is_not_counted():
 def test_a_checkpoint_computes_again_what_it_computed(calls, monkeypatch):
     """A decision falls in the forward, or when it is computed again; several calls wait for one backward."""
     monkeypatch.setattr(profile, "LOOKS", (3,))
-    model, reference = inactive(Blocks()), inactive(Blocks())
-    report = sparse_inductor.report()
-    report.clear()
+    model, reference, report = inactive(), inactive(), sparse_inductor.report()
     sparse_inductor.enable(only="relu_ffn")
     compiled = compile_without_codegen(model)
     for _ in range(10):
@@ -466,14 +452,14 @@ def test_a_checkpoint_computes_again_what_it_computed(calls, monkeypatch):
 @pytest.mark.heavy
 @pytest.mark.usefixtures("looks_often")
 def test_what_dynamo_forgets_is_forgotten():
-    assert changes(inactive(Blocks()), [torch.ones(3, 8)] * 8) == (2, 2)
+    assert changes(inactive(), [torch.ones(3, 8)] * 8) == (2, 2)
     compat.reset_dynamo()
-    assert changes(inactive(Blocks()), [torch.ones(3, 8)]) == (0, 1)
+    assert changes(inactive(), [torch.ones(3, 8)]) == (0, 1)
 
 
 @pytest.mark.usefixtures("looks_often")
 def test_explain_says_at_once_what_is_active(monkeypatch):
-    explanation = sparse_inductor.explain(inactive(Blocks(), 0), torch.ones(3, 8))
+    explanation = sparse_inductor.explain(inactive(0), torch.ones(3, 8))
     first, second = explanation.report.pending
     assert {first.measured == 0, second.measured == 0} == {True, False}
     assert not explanation.report.rewrites

@@ -34,6 +34,12 @@ def weights(dtype=torch.float64, gated=True, bias=True, N=N, requires_grad=False
     }
 
 
+def arguments(x, w, *more):
+    """Of the operators."""
+    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+    return (x, *(w[k] for k in order), "relu", "", *more)
+
+
 def dense(x, w, f=F.relu, g=lambda u: u):
     a = f(F.linear(x, w["gate"], w["gate_bias"]))
     h = a if w["up"] is None else a * g(F.linear(x, w["up"], w["up_bias"]))
@@ -178,12 +184,12 @@ def test_low_precision_is_as_close_to_the_truth_as_the_dense_block(dtype):
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("stats", [True, False])
-def test_opcheck(train, stats):
+@pytest.mark.parametrize("given", ["nothing", "stats", "popular", "residual"])
+def test_opcheck(train, given):
     w = weights(dtype=torch.float32, requires_grad=train)
     x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    args = (x, *(w[k] for k in order), "relu", "", stats)
+    r = torch.randn(2, 3, D, requires_grad=train) if given == "residual" else None
+    args = arguments(x, w, given == "stats", r, 2 if given == "popular" else 0)
     torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
@@ -197,9 +203,6 @@ def test_popular_neurons_change_nothing_on_a_cpu(train):
         leaves = [x, *(t for t in w.values() if t is not None)]
         for got, want in zip(*(torch.autograd.grad(t.sum(), leaves) for t in (y, same))):
             assert torch.equal(got, want)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    args = (x, *(w[k] for k in order), "relu", "", False, None, 2)
-    torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
 @pytest.mark.parametrize("popular", [-1, N])
@@ -211,8 +214,7 @@ def test_popular_neurons_are_at_most_half(popular):
 def test_the_backward_reads_popular_neurons_apart():
     """As kernels may have kept them: their entries are not among the packed ones."""
     ops, w, x = torch.ops.sparse_inductor, weights(), tokens(5)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    call = (x, *(w[k] for k in order), "relu", "", False)
+    call = arguments(x, w, False)
     y, stats, count, index, gates, ups, found, *_ = ops.relu_ffn_train(*call, 3)
     grad = torch.randn_like(y)
     everything = ops.relu_ffn_train(*call, 0)[2:]
@@ -257,16 +259,6 @@ def test_gradients_with_a_residual():
     assert gradcheck(fn, (x, r, w["down"]), fast_mode=True)
     frozen = {name: t.detach() for name, t in w.items()}
     assert gradcheck(lambda r: relu_ffn(x.detach(), **frozen, residual=r), (r,), fast_mode=True)
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_opcheck_with_a_residual(train):
-    w = weights(dtype=torch.float32, requires_grad=train)
-    x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
-    r = torch.randn(2, 3, D, requires_grad=train)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    args = (x, *(w[k] for k in order), "relu", "", False, r)
-    torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
 def test_autocast():

@@ -13,20 +13,15 @@ import torch
 
 import sparse_inductor
 from processes import python, threads
-from sparse_inductor import pattern
 from sparse_inductor.reporting.findings import NearMiss, Rewrite
 from sparse_inductor.reporting.records import Report
 from sparse_inductor.reporting.source import source_of
-from toy import Toy, captured, relu_alone, relu_of_sum
+from toy import captured, relu_alone, relu_of_sum
 
 X = torch.randn(4)
 
 
-@pytest.fixture(autouse=True)
-def toy():
-    pattern.register(Toy())
-    yield
-    pattern.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def run_script(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess:

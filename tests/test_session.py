@@ -11,8 +11,8 @@ from torch._inductor import config
 
 import sparse_inductor
 from processes import threads
-from sparse_inductor import compat, pattern, session, slots
-from support import compile_without_codegen
+from sparse_inductor import compat, session, slots
+from support import compile_without_codegen, registered
 from toy import Toy, captured, matched, relu_alone, relu_of_sum
 
 X = torch.randn(4)
@@ -47,6 +47,9 @@ def test_nothing_is_rewritten_without_enable():
     assert not sparse_inductor.report()
 
 
+BOTH = ["toy", "other"]
+
+
 @pytest.mark.parametrize(
     "names", ["other", ["other"], ("other",), {"other"}, "other, ", iter(["other"])]
 )
@@ -56,23 +59,20 @@ def test_only_takes_one_name_or_several(names):
     assert matched() == ["other"]
 
 
-def test_skip_leaves_patterns_out():
-    sparse_inductor.enable(only=["toy", "other"], skip="toy")
+@pytest.mark.parametrize(
+    ("selection", "skipped", "left"),
+    [
+        ({"only": BOTH, "skip": "toy"}, "", ["other"]),
+        ({"only": BOTH}, "toy,", ["other"]),
+        ({"only": []}, "", []),
+    ],
+    ids=["skip", "environment", "nothing"],
+)
+def test_patterns_are_left_out(selection, skipped, left, monkeypatch):
+    monkeypatch.setenv("SPARSE_INDUCTOR_SKIP", skipped)
+    sparse_inductor.enable(**selection)
     captured(relu_of_sum, X)
-    assert matched() == ["other"]
-
-
-def test_the_environment_variable_skips(monkeypatch):
-    monkeypatch.setenv("SPARSE_INDUCTOR_SKIP", "toy,")
-    sparse_inductor.enable(only=["toy", "other"])
-    captured(relu_of_sum, X)
-    assert matched() == ["other"]
-
-
-def test_an_empty_selection_rewrites_nothing():
-    sparse_inductor.enable(only=[])
-    captured(relu_of_sum, X)
-    assert matched() == []
+    assert matched() == left
 
 
 @pytest.mark.parametrize("argument", ["only", "skip"])
@@ -111,14 +111,10 @@ def test_enable_with_other_arguments_changes_the_selection():
     assert matched() == ["other"]
 
 
-def test_disable_without_enable_does_nothing():
-    before = saved()
-    sparse_inductor.disable()
-    assert saved() == before
-
-
 def test_disable_puts_unset_settings_back():
     before = saved()
+    sparse_inductor.disable()  # nothing is enabled
+    assert saved() == before
     sparse_inductor.enable()
     assert saved() != before
     sparse_inductor.disable()
@@ -287,11 +283,6 @@ def test_explain_does_not_count_as_a_compile():
 # Strict
 
 
-def test_strict_is_content_when_the_pattern_matched():
-    with sparse_inductor.enabled(only="toy", strict=True):
-        captured(relu_of_sum, X)
-
-
 def test_strict_raises_at_the_end_of_the_block():
     with pytest.raises(session.StrictError, match="other: nothing resembles it"):
         with sparse_inductor.enabled(only=["other"], strict=True):
@@ -386,8 +377,7 @@ def test_setup_is_called_by_enable_and_undone_by_disable():
             calls.append("up")
             return lambda: calls.append("down")
 
-    pattern.register(WithSetup("with_setup"))
-    try:
+    with registered(WithSetup("with_setup")):
         sparse_inductor.enable(skip="with_setup")
         assert calls == []
         sparse_inductor.enable()
@@ -395,8 +385,6 @@ def test_setup_is_called_by_enable_and_undone_by_disable():
         assert calls == ["up"]
         sparse_inductor.disable()
         assert calls == ["up", "down"]
-    finally:
-        pattern.unregister("with_setup")
 
 
 def test_a_setup_that_raises_leaves_nothing_on():
@@ -404,11 +392,7 @@ def test_a_setup_that_raises_leaves_nothing_on():
         def setup(self):
             raise OSError("no such switch")
 
-    pattern.register(Raises("raises"))
     before = saved()
-    try:
-        with pytest.raises(OSError, match="no such switch"):
-            sparse_inductor.enable()
-        assert saved() == before
-    finally:
-        pattern.unregister("raises")
+    with registered(Raises("raises")), pytest.raises(OSError, match="no such switch"):
+        sparse_inductor.enable()
+    assert saved() == before

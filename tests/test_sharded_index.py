@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ranking import sparse
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import ShardedIndex, files
 
@@ -16,9 +17,7 @@ V = 40
 
 
 def collection(n=90, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < 0.2)
-    return (dense * 4).round() / 4  # so that scores tie across processes
+    return (sparse(n, V, 0.2, seed) * 4).round() / 4  # so that scores tie across processes
 
 
 def queries():

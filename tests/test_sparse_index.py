@@ -10,30 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranking import best
+from ranking import best, sparse
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import IndexFileError
 from sparse_inductor.index import files as files_module
-from sparse_inductor.index import segment as segment_module
 
 V = 30
 
 
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch):
-    """Segments of 16 documents, so that a test's collection has several."""
-    monkeypatch.setattr(segment_module, "CAPACITY", 16)
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def collection(n: int, seed: int = 0, negative: bool = False) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < 0.2)
+    dense = sparse(n, V, 0.2, seed)
     return dense - 0.1 * (dense > 0) if negative else dense
 
 
 def queries(b: int = 4, seed: int = 1) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.rand(b, V, generator=g) * (torch.rand(b, V, generator=g) < 0.5)
+    return sparse(b, V, 0.5, seed)
 
 
 def assert_true_top(index, dense, q, k, deleted=()):
@@ -87,14 +81,6 @@ def test_any_history_gives_the_dense_result(data, tmp_path_factory):
     assert_true_top(index, dense, q, integers(0, len(dense) + 3), deleted)
 
 
-def test_equal_scores_come_by_lowest_id():
-    index = SparseIndex.build([([1], [1.0])] * 40, num_terms=V)
-    q = torch.zeros(V)
-    q[1] = 1.0
-    scores, ids = index.search(q, 20)
-    assert ids.tolist() == list(range(20)) and scores.eq(1.0).all()
-
-
 def test_a_query_without_terms_finds_the_first_documents_with_score_0():
     scores, ids = SparseIndex.build(collection(40)).search(torch.zeros(V), 3)
     assert scores.tolist() == [0.0, 0.0, 0.0] and ids.tolist() == [0, 1, 2]
@@ -108,27 +94,11 @@ def test_a_document_without_terms_scores_0_and_beats_negative_ones():
     assert ids.tolist() == [2, 1, 0] and scores.tolist() == [2.0, 0.0, -2.0]
 
 
-def test_more_than_there_are_is_filled_up():
-    index = SparseIndex.build(collection(5))
-    index.delete([1])
-    scores, ids = index.search(queries(), 8)
-    assert ids[:, 4:].eq(-1).all() and scores[:, 4:].eq(float("-inf")).all()
-    assert 1 not in ids
-
-
 def test_an_empty_index_answers():
     index = SparseIndex(V)
     scores, ids = index.search(queries(), 2)
     assert ids.eq(-1).all() and scores.eq(float("-inf")).all()
     assert index.scores(queries()).shape == (4, 0)
-
-
-def test_unknown_and_repeated_query_terms():
-    index, dense = SparseIndex.build(collection(20)), collection(20)
-    terms, weights = torch.tensor([3, -1, V, 3, 7]), torch.tensor([0.5, 9.0, 9.0, 0.5, 1.0])
-    q = torch.zeros(1, V)
-    q[0, 3] = q[0, 7] = 1.0
-    assert torch.equal(index.search((terms, weights), 5)[1], best(dense, q, 5)[1][0])
 
 
 def test_repeated_terms_of_a_document_add_up():

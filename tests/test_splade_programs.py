@@ -15,15 +15,6 @@ from support import compile_without_codegen, only_splade_head, rewrites
 BY_NAME = named("splade_head")
 
 
-def test_under_inference_mode():
-    """encode() of a server: the compiled module is called under torch.inference_mode()."""
-    module, inputs = BY_NAME["bool_mask_multiplied__infer"].build()
-    with only_splade_head() as report, torch.inference_mode():
-        compiled = compile_without_codegen(module.eval())
-        torch.testing.assert_close(compiled(*inputs), module(*inputs))
-        assert len(rewrites(report)) == 1
-
-
 def test_new_sizes_are_rewritten_too():
     """A second batch size and length makes Dynamo compile anew with symbolic sizes."""
     module, (h, mask) = BY_NAME["eq_zero_fill_zero__infer"].build()

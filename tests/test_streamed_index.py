@@ -7,26 +7,23 @@ import torch
 from torch import Tensor
 
 from processes import threads
+from ranking import counts
 from sparse_inductor import SparseIndex
-from sparse_inductor.index import StreamedIndex, queries, segment
+from sparse_inductor.index import StreamedIndex, queries
 
 N, V = 100, 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch):
-    monkeypatch.setattr(segment, "CAPACITY", 16)
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def collection(n: int, seed: int = 0) -> Tensor:
-    """Few different weights: equal scores are common."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(3, (n, V), generator=g) * (torch.rand(n, V, generator=g) < 0.4).float()
+    return counts(n, V, seed, share=0.4)
 
 
 def queries_of(b: int = 5) -> Tensor:
-    return torch.randint(3, (b, V), generator=torch.Generator().manual_seed(1)).float()
+    return counts(b, V, seed=1)
 
 
 def same(streamed: StreamedIndex, q: Tensor, k: int, **options) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import sparse_inductor
 from sparse_inductor import Template
 from sparse_inductor.fingerprint import fingerprint
-from sparse_inductor.pattern import Example, register, unregister
+from sparse_inductor.pattern import Example
 from sparse_inductor.testing import (
     assert_graph,
     assert_matches_reference,
@@ -19,6 +19,7 @@ from sparse_inductor.testing import (
     assert_pattern,
     assert_rewrites,
 )
+from support import registered
 
 
 def search(x, w, c):
@@ -63,9 +64,8 @@ GATED = Template(
 
 @pytest.fixture(autouse=True)
 def gated():
-    register(GATED)
-    yield
-    unregister("gated")
+    with registered(GATED):
+        yield
 
 
 def test_its_examples_are_its_tests():
@@ -95,12 +95,9 @@ def test_a_parameter_used_twice_has_to_be_the_same():
     template = Template(
         "twice", "square", "x * relu(x) -> relu(x) ** 2", lambda x: x * torch.relu(x), lambda x: torch.relu(x).square()
     )  # fmt: skip
-    register(template)
-    try:
+    with registered(template):
         assert_rewrites(lambda x: torch.relu(x) * x, (X,), {"twice": 1})
         assert_rewrites(lambda x, y: torch.relu(x) * y, (X, W), {"twice": 0})
-    finally:
-        unregister("twice")
 
 
 def test_an_input_written_to_in_between_is_seen():
@@ -127,13 +124,9 @@ def test_a_condition_declines_with_its_reason():
         "small", "einsum", "as gated, where c is 1", search, replacement,
         check=lambda x, w, c: None if c == 1 else f"c is {c}",
     )  # fmt: skip
-    register(small)
-    try:
-        with sparse_inductor.enabled(only="small"):
-            assert_rewrites(lambda x, w: search(x, w, 1), (X, W), {"small": 1})
-            assert_not_rewritten(lambda x, w: search(x, w, 3), (X, W), "small", reason="c is 3")
-    finally:
-        unregister("small")
+    with registered(small), sparse_inductor.enabled(only="small"):
+        assert_rewrites(lambda x, w: search(x, w, 1), (X, W), {"small": 1})
+        assert_not_rewritten(lambda x, w: search(x, w, 3), (X, W), "small", reason="c is 3")
 
 
 def test_two_of_them_in_a_row():
@@ -147,15 +140,12 @@ def test_two_of_them_in_a_row():
 @pytest.mark.breaks_pattern
 def test_a_replacement_of_another_shape_is_caught_and_changes_nothing():
     wrong = Template("wrong", "sum", "wrong", search, lambda x, w, c: (torch.relu(x) * w).sum() + c)
-    register(wrong)
-    try:
+    with registered(wrong):
         with sparse_inductor.enabled(only="wrong"):
             explanation = sparse_inductor.explain(lambda x, w: search(x, w, 1), X, W)
         (miss,) = explanation.report.near_misses
         assert "the replacement has shape [], what was found [3, 1]" in miss.reason
         assert explanation.graphs[0].before == explanation.graphs[0].after
-    finally:
-        unregister("wrong")
 
 
 @pytest.mark.parametrize(

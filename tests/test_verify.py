@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounter
 
 import sparse_inductor
 from planted import BUGS, PROGRAMS, Bug, bug_named, program
-from sparse_inductor import compat, pattern
-from sparse_inductor.pattern import registered
+from sparse_inductor import compat
+from sparse_inductor.pattern import registered as known
 from sparse_inductor.rewrite import failures
-from support import one_in
+from support import one_in, registered
 from toy import Toy
 
 PATTERN = "splade_head"
@@ -97,7 +97,7 @@ def test_what_was_caught_concerns_no_other_rewrite():
     assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
 
 
-EXAMPLES = [(p.name, e) for p in registered().values() for e in p.examples]
+EXAMPLES = [(p.name, e) for p in known().values() for e in p.examples]
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", v))
@@ -112,9 +112,7 @@ def test_every_patterns_examples_agree(name, example):
 
 def test_exact_ties_agree():
     model, (x, m) = program("splade")
-    x = (
-        x[:, :1].expand(-1, x.shape[1], -1).detach().clone().requires_grad_()
-    )  # one token, six times
+    x = x.detach()[:, :1].repeat(1, x.shape[1], 1).requires_grad_()  # one token, six times
     sparse_inductor.enable(only=PATTERN, verify=True)
     compiled(model)(x, m)
     (check,) = sparse_inductor.report().checks
@@ -279,8 +277,7 @@ def test_a_replacement_of_another_shape_is_not_put_in():
                 found.replace = widened
             return found
 
-    pattern.register(Wrong())
-    try:
+    with registered(Wrong()):
         sparse_inductor.enable(only="toy", verify=True)
         counter = CompileCounter()
 
@@ -293,8 +290,6 @@ def test_a_replacement_of_another_shape_is_not_put_in():
         )
         (miss,) = sparse_inductor.report().near_misses
         assert "has shape [2, 4], it was [4]" in miss.reason
-    finally:
-        pattern.unregister("toy")
 
 
 def test_out_of_memory_leaves_the_rewrite_unchecked(monkeypatch):

@@ -20,16 +20,15 @@ Expectation = Literal["rewrite", "no_rewrite", "maybe", "out_of_graph"]
 class Case:
     """`build()` returns a callable or nn.Module and its example inputs, made anew from fixed seeds.
 
-    `source` names where the spelling was seen, `why` the reason for any expectation other than "rewrite". The report
-    has to give it of what is "no_rewrite", at a line with `at` in it; without `at` the program only stands in the same
-    place as a family, as much of every model does, and nothing may be said of it. `precision` is the lowest dtype the
-    program computes in; `rewrites` is how many places there are to rewrite, `pattern` which pattern should. `dense` is
-    what a rewrite saves: afterwards no matrix product with so many results is left. `unsupported` says why this torch
-    cannot run the program itself, and nothing where it can.
+    `why` is the reason for any expectation other than "rewrite". The report has to give it of what is "no_rewrite", at
+    a line with `at` in it; without `at` the program only stands in the same place as a family, as much of every model
+    does, and nothing may be said of it. `precision` is the lowest dtype the program computes in; `rewrites` is how many
+    places there are to rewrite, `pattern` which pattern should. `dense` is what a rewrite saves: afterwards no matrix
+    product with so many results is left. `unsupported` says why this torch cannot run the program itself, and nothing
+    where it can.
     """
 
     name: str
-    source: str
     build: Callable[[], tuple[Callable[..., Any], tuple]]
     expect: Expectation = "rewrite"
     why: str = ""
@@ -50,11 +49,6 @@ class Case:
             raise ValueError(f"case {self.name!r} expects {self.expect!r} without saying why")
 
     @property
-    def program(self) -> str:
-        """The name without its mode."""
-        return self.name.removesuffix("__infer").removesuffix("__train")
-
-    @property
     def id(self) -> str:
         return f"{self.group}-{self.name}"
 
@@ -70,10 +64,6 @@ class Group:
     def __init__(self, name: str, **defaults: Any) -> None:
         self._defaults = {"group": name, **defaults}
 
-    def add(self, name: str, source: str, build: Builder, *rest: Any, **fields: Any) -> None:
-        """Register a case; the arguments are fields of `Case` in their order or by name."""
-        CASES.append(Case(name, source, build, *rest, **{**self._defaults, **fields}))
-
     def program(
         self,
         expect: Expectation = "rewrite",
@@ -81,16 +71,13 @@ class Group:
         modes: Iterable[bool] = BOTH,
         **fields: Any,
     ) -> Callable[[Builder], Builder]:
-        """Register a builder, `build() -> (callable, inputs)`, in inference, training or both.
-
-        The docstring says who writes it like this.
-        """
+        """Register a builder, `build() -> (callable, inputs)`, in inference, training or both."""
 
         def register(build: Builder) -> Builder:
             for training in modes:
                 name = f"{build.__name__}__{'train' if training else 'infer'}"
-                seen = (build.__doc__ or "").strip()
-                self.add(name, seen, build, expect, why, training, **fields)
+                given = {**self._defaults, **fields}
+                CASES.append(Case(name, build, expect, why, training, **given))
             return build
 
         return register
@@ -104,7 +91,7 @@ class Group:
             def build() -> tuple:
                 return make(function)
 
-            build.__name__, build.__doc__ = prefix + function.__name__, function.__doc__
+            build.__name__ = prefix + function.__name__
             self.program(*how, **fields)(build)
             return function
 
@@ -121,3 +108,22 @@ class Group:
             return self.function(make, *how, **fields)
 
         return formula
+
+
+def each(register: Callable[[Callable], Any], **programs: Callable) -> None:
+    """Register programs of one expression, each under its name, as the decorator `register` does."""
+    for name, program in programs.items():
+        program.__name__ = name
+        register(program)
+
+
+def of(register: Callable[[Callable], Any], wrap: Callable[[Callable], Callable]):
+    """A decorator that registers, under a function's name, what `wrap` makes of it."""
+
+    def decorate(function: Callable) -> Callable:
+        made = wrap(function)
+        made.__name__ = function.__name__
+        register(made)
+        return function
+
+    return decorate

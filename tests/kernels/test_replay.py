@@ -213,6 +213,14 @@ def draws(n: int = 6) -> list[Tensor]:
     return [torch.randn(4, 5) for _ in range(n)]
 
 
+def planned(call, n: int = 4, factor: int = 4) -> int:
+    """How often it is planned for `n` tensors, of each of which it makes `factor` times the tensor."""
+    before = call.planned
+    for x in draws(n):
+        torch.testing.assert_close(call(x, [], "a"), factor * x)
+    return call.planned - before
+
+
 def test_the_third_call_is_replayed_with_its_own_values():
     kernel = Kernel(double)
     call = operator(kernel)
@@ -240,23 +248,20 @@ def test_the_third_call_is_replayed_with_its_own_values():
 )
 def test_another_layout_is_planned_anew(args):
     call = operator(Kernel(double))
-    for x in draws(3):
-        call(x, [], "a")
+    assert planned(call) == 2
     call(*args)
     assert call.planned == 3
 
 
 def test_another_setting_is_planned_anew(monkeypatch):
     call = operator(Kernel(double))
-    for x in draws(3):
-        call(x, [], "a")
+    assert planned(call) == 2
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium" if before == "highest" else "highest")
     try:
-        call(draws(1)[0], [], "a")
+        assert planned(call, 1) == 1
     finally:
         torch.set_float32_matmul_precision(before)
-    assert call.planned == 3
 
 
 @pytest.mark.parametrize(
@@ -407,9 +412,7 @@ def test_what_aten_computes_on_the_way_is_computed_again(autocast):
 
 def test_views_and_allocations_are_nothing_more():
     call = operator(Kernel(double), lambda t: torch.empty_like(t.view(2, -1).t()))
-    for x in draws(5):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert call.planned == 2
+    assert planned(call) == 2
 
 
 @pytest.mark.parametrize(
@@ -551,28 +554,19 @@ def test_a_kernel_is_launched_as_triton_does(early, driver, monkeypatch):
 )
 def test_a_launch_of_which_triton_makes_more_is_not_replayed(name, value, monkeypatch):
     monkeypatch.setattr(Compiled, "options", {name: value})
-    call = operator(Kernel(double))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert [*replay._plans.values()] == [None]
+    assert planned(operator(Kernel(double))) == 4 and [*replay._plans.values()] == [None]
 
 
 @pytest.mark.parametrize("more", [[ctypes.c_int32], [ctypes.c_uint64], []])
 def test_a_kernel_whose_parameters_the_driver_sees_otherwise_is_not_replayed(more, monkeypatch):
     usual = Compiled.types
     monkeypatch.setattr(Compiled, "types", lambda compiled: (usual(compiled) + more)[not more :])
-    call = operator(Kernel(double))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert [*replay._plans.values()] == [None]
+    assert planned(operator(Kernel(double))) == 4 and [*replay._plans.values()] == [None]
 
 
 def test_without_a_compiler_nothing_is_replayed(monkeypatch):
     monkeypatch.setattr(replay, "available", lambda: None)
-    call = operator(Kernel(double))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert [*replay._plans.values()] == [None]
+    assert planned(operator(Kernel(double))) == 4 and [*replay._plans.values()] == [None]
 
 
 def test_a_tensor_map_is_the_end_of_what_triton_makes(monkeypatch):
@@ -612,35 +606,24 @@ class Reordered(Kernel):
 
 @pytest.mark.parametrize("kernel", [Elsewhere, Reordered])
 def test_an_operator_whose_launches_are_not_seen_is_planned_anew(kernel):
-    call = operator(kernel(double))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert call.planned == 4
+    assert planned(operator(kernel(double))) == 4
 
 
 def test_without_a_place_to_see_launches_from_nothing_is_replayed(monkeypatch):
     monkeypatch.setattr(triton.compiler, "CompiledKernel", type("CompiledKernel", (), {}))
-    call = operator(Kernel(double))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert call.planned == 4
+    assert planned(operator(Kernel(double))) == 4
 
 
 def test_a_launch_that_triton_makes_itself_is_part_of_a_plan():
     kernel, other = Kernel(double), Kernel(double)
     call = operator(kernel, lambda t: other[(1,)](t[8:], t[8:], 20, F=3, num_warps=4))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 12 * x)
-    assert call.planned == 2
+    assert planned(call, factor=12) == 2
     assert other.launched == 4
 
 
 def test_much_scratch_memory_is_freed_on_the_way_instead(monkeypatch):
     monkeypatch.setattr(replay, "MOST_SCRATCH", 100)
-    call = operator(Kernel(double))
-    for x in draws(4):
-        torch.testing.assert_close(call(x, [], "a"), 4 * x)
-    assert call.planned == 4
+    assert planned(operator(Kernel(double))) == 4
 
 
 def test_a_failing_call_leaves_no_plan():
@@ -682,8 +665,6 @@ def test_many_shapes_do_not_pile_up(monkeypatch):
 
 def test_a_profiler_of_launches_sees_them_all(monkeypatch):
     call = operator(Kernel(double))
-    for x in draws(3):
-        call(x, [], "a")
+    assert planned(call) == 2
     monkeypatch.setattr(launching, "profiler_attached", lambda: True)
-    call(draws(1)[0], [], "a")
-    assert call.planned == 3
+    assert planned(call, 1) == 1

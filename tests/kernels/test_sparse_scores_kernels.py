@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ranking import sparse
 from sparse_inductor.aten.top import best_of
 from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import collection_of
@@ -44,14 +45,12 @@ def sorting(request, monkeypatch):
 
 
 def collection(n, seed=0, share=0.1, negative=False):
-    g = torch.Generator().manual_seed(seed)
-    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < share)
+    dense = sparse(n, V, share, seed)
     return dense - 0.2 * (dense > 0) if negative else dense
 
 
 def queries(b=3, seed=1, share=0.2):
-    g = torch.Generator().manual_seed(seed)
-    return torch.rand(b, V, generator=g) * (torch.rand(b, V, generator=g) < share)
+    return sparse(b, V, share, seed)
 
 
 def segments(dense, precision="float32", device="cpu", size=1000):

@@ -91,12 +91,6 @@ def test_gradients_match_fp64(device, shape):
     run_and_check(problem(device, *shape))
 
 
-@pytest.mark.parametrize("active", [heavy(0.05), 1.0])
-def test_several_tiles_of_the_vocabulary(device, monkeypatch, active):
-    monkeypatch.setattr(splade_head_backward, "_TILE", 128)
-    run_and_check(problem(device, 2, 10, 6, 300, active=active))
-
-
 @pytest.mark.heavy
 def test_tiles_of_few_and_of_many_entries(device):
     """Tiles of at most 256 active entries are packed before they are sorted."""
@@ -116,16 +110,10 @@ def test_a_bias_wider_than_the_states_has_a_gradient_as_wide(device):
     run_and_check({**p, "bias": p["bias"].float()})
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("active", [0.0, 0.02, heavy(1.0)])
-def test_any_share_of_active_entries(device, active, monkeypatch):
+@pytest.mark.parametrize("active", [0.0, heavy(0.02), 1.0])
+def test_any_share_of_active_entries_in_several_tiles(device, active, monkeypatch):
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     run_and_check(problem(device, 3, 7, 5, 300, active=active))
-
-
-def test_no_active_entry_gives_zeros(device):
-    for g in backward(**problem(device, 3, 7, 5, 40, active=0.0), outer=LOG1P):
-        assert (g == 0).all()
 
 
 @pytest.mark.heavy

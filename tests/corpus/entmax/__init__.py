@@ -4,27 +4,3 @@ down before the recogniser, and near misses.
 `rewrite` means that a user of this library would be disappointed without the rewrite, and that it
 is exact. `no_rewrite` is another function, or somebody else reads what would no longer exist.
 """
-
-from corpus.entmax import (
-    attention,
-    hand_written,
-    heads,
-    masks,
-    near_misses,
-    published,
-    repositories,
-    rows,
-    vendored,
-)
-
-__all__ = [
-    "attention",
-    "hand_written",
-    "heads",
-    "masks",
-    "near_misses",
-    "published",
-    "repositories",
-    "rows",
-    "vendored",
-]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.entmax.registry import (
-    BOTH,
     INFER,
     SCALE,
     TRAIN,
@@ -31,16 +31,20 @@ entmax = pytest.importorskip("entmax")
 
 
 @attention()
+@attention(prefix="any_size_", dynamic=True)
 def textbook(q, k, v, mask):
     """softmax replaced by entmax15 in the annotated transformer"""
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
     return torch.matmul(entmax.entmax15(scores, dim=-1), v)
 
 
-@attention()
-def operator_at(q, k, v, mask):
-    """q @ k.mT * scale"""
-    return entmax.sparsemax(q @ k.mT * SCALE) @ v
+each(
+    attention(),
+    operator_at=lambda q, k, v, mask: entmax.sparsemax(q @ k.mT * SCALE) @ v,
+    alpha_float=lambda q, k, v, mask: entmax.entmax_bisect(q @ k.mT * SCALE, alpha=1.3, dim=-1) @ v,
+    alpha_positional=lambda q, k, v, mask: entmax.entmax_bisect(q @ k.mT * SCALE, 1.75, -1, 40) @ v,
+    bisect_of_sparsemax=lambda q, k, v, mask: entmax.sparsemax_bisect(q @ k.mT * SCALE, dim=-1) @ v,
+)
 
 
 @attention()
@@ -76,7 +80,6 @@ def einsum_length_first(q, k, v, mask):
 
 @attention()
 def einsum_ellipsis(q, k, v, mask):
-    """...qd,...kd->...qk"""
     attn = entmax.sparsemax(torch.einsum("...qd,...kd->...qk", q, k) * SCALE, dim=-1)
     return torch.einsum("...qk,...kd->...qd", attn, v)
 
@@ -109,7 +112,6 @@ def baddbmm_alpha(q, k, v, mask):
 
 @attention()
 def product_and_sum(q, k, v, mask):
-    """(q[:, :, :, None] * k[:, :, None]).sum(-1)"""
     scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * SCALE
     return entmax.entmax15(scores, dim=-1) @ v
 
@@ -123,21 +125,8 @@ def values_by_product_and_sum(q, k, v, mask):
 
 @attention()
 def dropout_off(q, k, v, mask):
-    """F.dropout(p=0.0) around the probabilities"""
     attn = F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), p=0.0)
     return attn @ v
-
-
-@attention()
-def alpha_float(q, k, v, mask):
-    """entmax_bisect with a Python alpha"""
-    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha=1.3, dim=-1) @ v
-
-
-@attention()
-def alpha_positional(q, k, v, mask):
-    """entmax_bisect(scores, 1.75, -1, 40)"""
-    return entmax.entmax_bisect(q @ k.mT * SCALE, 1.75, -1, 40) @ v
 
 
 @attention()
@@ -168,18 +157,6 @@ def temperature_per_head(q, k, v, t):
     return entmax.entmax15(q @ k.mT * scale, dim=-1) @ v
 
 
-@attention(modes=BOTH)
-def partial_top_k(q, k, v, mask):
-    """k= is a hint about speed, not about the result"""
-    return entmax.entmax15(q @ k.mT * SCALE, dim=-1, k=4) @ v
-
-
-@attention()
-def bisect_of_sparsemax(q, k, v, mask):
-    """sparsemax_bisect"""
-    return entmax.sparsemax_bisect(q @ k.mT * SCALE, dim=-1) @ v
-
-
 class Module(nn.Module):
     """One head as a module, the package's module as attribute."""
 
@@ -196,27 +173,17 @@ class Module(nn.Module):
         return self.out((attn @ v).transpose(1, 2).reshape(B, L, E))
 
 
-@program()
-def packed_qkv_entmax15_module():
-    """timm's attention, packed qkv"""
-    return Module(entmax.Entmax15(dim=-1)), (hidden(),)
-
-
-@program()
-def packed_qkv_sparsemax_module():
-    """the same with Sparsemax(dim=3)"""
-    return Module(entmax.Sparsemax(dim=3)), (hidden(),)
-
-
-@program()
-def packed_qkv_bisect_module():
-    """the same with EntmaxBisect(1.2)"""
-    return Module(entmax.EntmaxBisect(1.2, n_iter=30)), (hidden(),)
+each(
+    program(),
+    # timm's attention, packed qkv
+    packed_qkv_entmax15_module=lambda: (Module(entmax.Entmax15(dim=-1)), (hidden(),)),
+    packed_qkv_sparsemax_module=lambda: (Module(entmax.Sparsemax(dim=3)), (hidden(),)),
+    packed_qkv_bisect_module=lambda: (Module(entmax.EntmaxBisect(1.2, n_iter=30)), (hidden(),)),
+)
 
 
 @program()
 def packed_qkv_sparsemax_bisect_module():
-    """the same with SparsemaxBisect(n_iter=50)"""
     return Module(entmax.SparsemaxBisect(n_iter=50)), (hidden(),)
 
 
@@ -236,20 +203,11 @@ def operands_upcast(q, k, v):
 
 @program(autocast=torch.bfloat16, precision=torch.bfloat16)
 def under_autocast():
-    """the module under torch.autocast"""
     return Module(entmax.EntmaxBisect(1.5)), (hidden(),)
-
-
-@attention(dynamic=True)
-def dynamic_sizes(q, k, v, mask):
-    """all sizes symbolic"""
-    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-    return torch.matmul(entmax.entmax15(scores, dim=-1), v)
 
 
 @attention(inputs=lambda: (*qkv(keys=11), keep(11)))
 def cross_attention(q, k, v, mask):
-    """other numbers of keys than of queries"""
     scores = q @ k.transpose(2, 3) * SCALE
     scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
     return entmax.sparsemax(scores, dim=-1) @ v

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import Function
 
+from corpus.case import each
 from corpus.entmax.registry import INFER, SCALE, attention, program, qkv, rows
 
 SEEN: list = []
@@ -188,22 +189,27 @@ class Unhalved(Function):
         return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
 
 
-@rows()
-def twice_the_scores(x):
-    """no half before the threshold"""
-    return unhalved(x)
+each(
+    rows(),
+    twice_the_scores=lambda x: unhalved(x),
+    function_of_twice_the_scores=lambda x: Unhalved.apply(x),
+    sort_based_entmax15=lambda x: sort_entmax15(x),
+    sort_based_entmax15_over_tokens=lambda x: sort_entmax15(x, 1),
+    sort_based_sparsemax=lambda x: sort_sparsemax(x),
+    function_sparsemax=lambda x: Sparsemax.apply(x, -1),
+    # a Function that shows its result to somebody else, too
+    function_with_side_effects=lambda x: Watched.apply(x),
+    function_entmax15=lambda x: Entmax15.apply(x),
+    function_bisection=lambda x: Bisect.apply(x, 1.3),
+)
 
 
-@rows(modes=INFER)
-def twice_the_scores_by_bisection(x):
-    """no half before the threshold"""
-    return unhalved_halving(x)
-
-
-@rows()
-def function_of_twice_the_scores(x):
-    """no half before the threshold"""
-    return Unhalved.apply(x)
+each(
+    rows(modes=INFER),
+    twice_the_scores_by_bisection=lambda x: unhalved_halving(x),
+    # a loop, unrolled; in training its gradient is another
+    bisection_halving=lambda x: halving(x),
+)
 
 
 @attention()
@@ -221,24 +227,6 @@ def lowest_numbers_are_not_doubled(x):
 
 
 @rows()
-def sort_based_entmax15(x):
-    """no Function: autograd through the sort"""
-    return sort_entmax15(x)
-
-
-@rows()
-def sort_based_entmax15_over_tokens(x):
-    """any axis"""
-    return sort_entmax15(x, 1)
-
-
-@rows()
-def sort_based_sparsemax(x):
-    """no Function"""
-    return sort_sparsemax(x)
-
-
-@rows()
 def sparsemax_with_lambda_added(x):
     """Wang and Carreira-Perpinan: the multiplier is minus the threshold"""
     top = x.sort(-1, descending=True).values
@@ -250,7 +238,6 @@ def sparsemax_with_lambda_added(x):
 
 @attention()
 def threshold_in_front_of_the_scores(q, k, v, mask):
-    """torch.add(-tau, scores)"""
     scores = q @ k.mT * SCALE
     top = scores.sort(-1, descending=True).values
     tau = (top.cumsum(-1) - 1) / torch.arange(1, top.size(-1) + 1)
@@ -258,45 +245,16 @@ def threshold_in_front_of_the_scores(q, k, v, mask):
     return torch.add(-tau.gather(-1, support - 1), scores).clamp(min=0) @ v
 
 
-@rows()
-def function_sparsemax(x):
-    """a staticmethod Function"""
-    return Sparsemax.apply(x, -1)
-
-
-@rows()
-def function_with_side_effects(x):
-    """a Function that shows its result to somebody else, too"""
-    return Watched.apply(x)
-
-
-@rows()
-def function_entmax15(x):
-    """a staticmethod Function"""
-    return Entmax15.apply(x)
-
-
-@rows(modes=INFER)
-def bisection_halving(x):
-    """a loop, unrolled; in training its gradient is another"""
-    return halving(x)
-
-
-@rows()
-def function_bisection(x):
-    """a loop in a Function"""
-    return Bisect.apply(x, 1.3)
-
-
-@attention()
-def attention_by_sort(q, k, v, mask):
-    """softmax swapped for one's own function"""
-    return sort_entmax15(q @ k.mT * SCALE) @ v
+each(
+    attention(),
+    attention_by_sort=lambda q, k, v, mask: sort_entmax15(q @ k.mT * SCALE) @ v,
+    # AdaSplash's reference
+    attention_by_bisection=lambda q, k, v, mask: Bisect.apply(q @ k.mT * SCALE) @ v,
+)
 
 
 @attention()
 def attention_by_own_sparsemax(q, k, v, mask):
-    """with a mask before it"""
     scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
     return sort_sparsemax(scores) @ v
 
@@ -308,15 +266,8 @@ def attention_by_function(q, k, v, mask):
     return Entmax15.apply(scores) @ v
 
 
-@attention()
-def attention_by_bisection(q, k, v, mask):
-    """AdaSplash's reference"""
-    return Bisect.apply(q @ k.mT * SCALE) @ v
-
-
 @program(dynamic=True)
 def attention_by_function_dynamic():
-    """with symbolic sizes"""
     return lambda q, k, v: Sparsemax.apply(q @ k.mT * SCALE) @ v, qkv()
 
 

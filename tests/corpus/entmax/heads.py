@@ -46,14 +46,12 @@ def repeated_by_expand(q, k, v, mask):
 
 @attention(inputs=grouped)
 def repeated_by_interleave(q, k, v, mask):
-    """repeat_interleave(n, dim=1)"""
     k, v = k.repeat_interleave(2, dim=1), torch.repeat_interleave(v, 2, 1)
     return entmax.entmax15(q @ k.transpose(2, 3) * SCALE, dim=-1) @ v
 
 
 @attention(inputs=grouped)
 def grouped_einsum(q, k, v, mask):
-    """bhgqd,bhkd->bhgqk"""
     q = q.reshape(B, 2, 2, L, D)
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) * SCALE
     scores = scores.masked_fill(~mask[:, None, None, None], float("-inf"))

@@ -30,13 +30,11 @@ rows = functools.partial(any_rows, "no_rewrite")
 
 @attention("softmax has no zeros")
 def softmax(q, k, v, mask):
-    """the original"""
     return torch.softmax(q @ k.mT * SCALE, dim=-1) @ v
 
 
 @attention("top-k softmax is another function")
 def top_k_softmax(q, k, v, mask):
-    """everything but the 3 largest is dropped"""
     scores = q @ k.mT * SCALE
     least = scores.topk(3, dim=-1).values[..., -1:]
     return scores.masked_fill(scores < least, float("-inf")).softmax(-1) @ v
@@ -50,38 +48,32 @@ def relu_squared(q, k, v, mask):
 
 @attention("divided by their sum", at="p / (p.sum(")
 def relu_normalised(q, k, v, mask):
-    """relu / sum"""
     p = torch.relu(q @ k.mT * SCALE)
     return p / (p.sum(-1, keepdim=True) + 1e-6) @ v
 
 
 @rows("norm of the probabilities", modes=INFER, at="normmax_bisect(")
 def normmax(x):
-    """normmax_bisect"""
     return entmax.normmax_bisect(x, alpha=2)
 
 
 @rows("budget", modes=INFER, at="budget_bisect(")
 def budget(x):
-    """budget_bisect"""
     return entmax.budget_bisect(x, budget=2)
 
 
 @rows("ensure_sum_one=False", at="entmax_bisect(")
 def not_renormalised(x):
-    """ensure_sum_one=False"""
     return entmax.entmax_bisect(x, alpha=1.5, ensure_sum_one=False)
 
 
 @rows("n_iter=4", at="entmax_bisect(")
 def few_steps(x):
-    """n_iter=4"""
     return entmax.entmax_bisect(x, alpha=1.5, n_iter=4)
 
 
 @rows("alpha=inf is no sparse", modes=INFER, at="entmax_bisect(")
 def infinite_alpha(x):
-    """alpha=inf"""
     return entmax.entmax_bisect(x, alpha=math.inf)
 
 
@@ -131,24 +123,11 @@ def bilinear_scores_in_one_einsum(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
-@attention("probabilities are also returned", pattern="entmax_attention", at="attn =")
-def attentions_returned(q, k, v, mask):
-    """output_attentions"""
-    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
-    return attn @ v, attn
-
-
 @attention("a part of the result of entmax15", pattern="entmax_attention", at="[..., :-1]")
 def attention_sink(q, k, v, mask):
     """a further score that no key has"""
     scores = torch.cat([q @ k.mT * SCALE, q.new_zeros(B, H, L, 1)], -1)
     return entmax.entmax15(scores, dim=-1)[..., :-1] @ v
-
-
-@attention("dropout is active", modes=TRAIN, pattern="entmax_attention", at="F.dropout(")
-def dropout_active(q, k, v, mask):
-    """dropout in training"""
-    return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.1) @ v
 
 
 @attention("another axis", pattern="entmax_attention", at="dim=-2")
@@ -159,14 +138,12 @@ def over_queries(q, k, v, mask):
 
 @attention("mul changes the probabilities", pattern="entmax_attention", at="* mask[:, None")
 def renormalised_after_mask(q, k, v, mask):
-    """mask, then divide by what is left"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * mask[:, None, None]
     return attn / (attn.sum(-1, keepdim=True) + 1e-9) @ v
 
 
 @attention("einsum changes the probabilities", pattern="entmax_attention", at="torch.einsum(")
 def talking_heads(q, k, v, mask):
-    """talking heads"""
     mix = torch.eye(H, dtype=q.dtype) + 0.1
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return torch.einsum("gh,bhij->bgij", mix, attn) @ v
@@ -206,7 +183,6 @@ def truncated_support(x):
 
 @rows("gradient is not entmax's", modes=TRAIN, at="p / p.sum(")
 def bisection_without_a_backward(x):
-    """a loop in training"""
     return halving(x)
 
 
@@ -248,7 +224,6 @@ def lowest_numbers_doubled(q, k, v, mask):
 
 @rows("gradient is not entmax's", modes=TRAIN, at="StraightThrough.apply(x)")
 def straight_through(x):
-    """a straight-through estimator"""
     return StraightThrough.apply(x)
 
 
@@ -280,26 +255,22 @@ def entmoid(x):
 
 @rows("multiplied by 1", at="torch.relu(x - x.mean(")
 def soft_threshold(x):
-    """relu(x - mean)"""
     return torch.relu(x - x.mean(-1, keepdim=True)) ** 2
 
 
 @attention("scores are also returned", pattern="entmax_attention", at="scores =")
 def scores_returned(q, k, v, mask):
-    """raw scores for a distillation loss"""
     scores = q @ k.mT * SCALE
     return entmax.entmax15(scores, dim=-1) @ v, scores
 
 
 @rows("alpha=1 is softmax", modes=INFER, at="alpha=1.0")
 def alpha_one(x):
-    """alpha = 1.0"""
     return entmax.entmax_bisect(x, alpha=1.0)
 
 
 @rows("no family member", modes=INFER)
 def hard_max(x):
-    """one-hot of the maximum"""
     return F.one_hot(x.argmax(-1), x.size(-1)).to(x.dtype)
 
 
@@ -313,7 +284,6 @@ def probabilities_without_gradient(q, k, v, mask):
 
 @attention("softmax over what top-k keeps is another function", modes=INFER)
 def top_k_of_entmax(q, k, v, mask):
-    """entmax of the 3 largest scores only, scattered back"""
     scores = q @ k.mT * SCALE
     top = scores.topk(3, dim=-1)
     p = torch.softmax(top.values, dim=-1)
@@ -322,7 +292,6 @@ def top_k_of_entmax(q, k, v, mask):
 
 @rows("power 3", modes=INFER, at="** 3")
 def cubed(x):
-    """the threshold of entmax15, cubed"""
     z = x / 2
     return torch.clamp(z - tau_of(z), min=0) ** 3
 
@@ -410,7 +379,6 @@ def empty_rows_divided_by_zero(q, k, v, dropped):
 
 @attention("probabilities are changed in place", modes=INFER, at="p = ")
 def zeroed_in_place(q, k, v, mask):
-    """p[..., 0] = 0"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     p[..., 0] = 0
     return p @ v
@@ -459,17 +427,6 @@ def floor_of_two_masks(q, k, v, mask):
 @attention(
     "masked_fill spreads the scores",
     modes=INFER,
-    inputs=lambda: (qkv()[0][:, :, :1].detach(), *qkv()[1:], some_rows_without_keys()[:1]),
-    at=".masked_fill(",
-)
-def rows_spread_by_a_mask(q, k, v, dropped):
-    """scores [B, H, 1, L], a mask [1, 1, L, L]"""
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
-
-
-@attention(
-    "masked_fill spreads the scores",
-    modes=INFER,
     inputs=lambda: tuple(t[:1].detach() for t in qkv()),
     at=".masked_fill(",
 )
@@ -481,14 +438,12 @@ def sequences_spread_by_a_mask(q, k, v):
 
 @attention("einsum of 3 tensors", modes=INFER, at="torch.einsum(")
 def three_in_one_einsum(q, k, v, mask):
-    """bhqk,bhkd,hde->bqe"""
     out = torch.linspace(-1, 1, H * D * 3).view(H, D, 3)
     return torch.einsum("bhqk,bhkd,hde->bqe", entmax.entmax15(q @ k.mT * SCALE, -1), v, out)
 
 
 @attention("mul changes the probabilities", at="torch.linspace(0.1, 1.0, L)")
 def keys_gated(q, k, v, mask):
-    """one number a key"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return (p * torch.linspace(0.1, 1.0, L)) @ v
 
@@ -511,7 +466,6 @@ def scores_read_through_a_view_afterwards(x):
 
 @attention("which is no exclusion", at="scores[..., -2:] = 0.0")
 def assigned_zeros(q, k, v, mask):
-    """scores[..., k:] = 0"""
     scores = q @ k.mT * SCALE
     scores[..., -2:] = 0.0
     return entmax.entmax15(scores, dim=-1) @ v

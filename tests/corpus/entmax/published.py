@@ -98,13 +98,12 @@ for transform, modes in (
         scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
         return transform(scores) @ v
 
-    attend.__name__, attend.__doc__ = transform.__name__, transform.__doc__
+    attend.__name__ = transform.__name__
     attention("maybe", "may not find the threshold", modes)(attend)
 
 
 @near_miss("softmax")
 def scaled_dot_product_attention(q, k, v, mask):
-    """torch's own"""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
 
 
@@ -117,7 +116,6 @@ def sparsity_statistics(q, k, v, mask):
 
 @attention("no_rewrite", "Fenchel-Young loss", at="entmax15_loss(")
 def fenchel_young_loss(q, k, v, mask):
-    """entmax15_loss"""
     return entmax.entmax15_loss(q.reshape(-1, D), torch.zeros(B * H * L, dtype=torch.long)).sum()
 
 
@@ -130,7 +128,6 @@ def tabnet(q, k, v, mask):
 
 @maybe("eight steps, not renormalised")
 def attention_not_renormalised(q, k, v, mask):
-    """ensure_sum_one=False"""
     return entmax.entmax_bisect(q @ k.mT, alpha=1.5, n_iter=8, ensure_sum_one=False) @ v
 
 
@@ -230,5 +227,4 @@ for which in ("llama", "bert", "roberta", "gpt2", "modernbert"):
         return Transformer(which, "entmax15"), token_ids()
 
     client.__name__ = f"lib_{which}"
-    client.__doc__ = f"transformers' AttentionInterface with a tiny {which}"
     GROUP.program(requires=("transformers",))(client)

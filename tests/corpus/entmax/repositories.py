@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
+from corpus.case import each
 from corpus.entmax.masks import some_rows_without_keys
 from corpus.entmax.registry import (
     INFER,
@@ -50,25 +51,23 @@ def taus_expanded(x):
     return torch.max(torch.zeros_like(x), x - taus.expand_as(x)).reshape(shape)
 
 
-@rows()
-def threshold_by_where(x):
-    """values kept where they exceed tau"""
+def sparsemax_threshold(x):
     s = x.sort(-1, descending=True).values
     n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
     c = s.cumsum(-1) - 1
     size = (s * n > c).sum(-1, keepdim=True)
-    tau = c.gather(-1, size - 1) / size
+    return c.gather(-1, size - 1) / size
+
+
+@rows()
+def threshold_by_where(x):
+    tau = sparsemax_threshold(x)
     return torch.where(x > tau, x - tau, 0.0)
 
 
 @rows()
 def threshold_by_product(x):
-    """(x - tau) * (x > tau)"""
-    s = x.sort(-1, descending=True).values
-    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
-    c = s.cumsum(-1) - 1
-    size = (s * n > c).sum(-1, keepdim=True)
-    tau = c.gather(-1, size - 1) / size
+    tau = sparsemax_threshold(x)
     return (x - tau) * (x > tau)
 
 
@@ -136,7 +135,6 @@ def static_bisect_float(x):
 
 @attention(inputs=lambda: (*qkv(), normal((H,), 7)))
 def static_bisect_learned(q, k, v, raw):
-    """alpha is learned, a number a head"""
     alpha = 1 + torch.sigmoid(raw).view(1, H, 1, 1).expand(B, H, L, 1)
     return BisectTensorAlpha.apply(q @ k.mT * SCALE, alpha) @ v
 
@@ -165,10 +163,13 @@ class SetUpContext(Function):
         return inside * (grad - mean)
 
 
-@attention()
-def function_with_setup_context(q, k, v, mask):
-    """setup_context"""
-    return SetUpContext.apply(q @ k.mT * SCALE) @ v
+each(
+    attention(),
+    function_with_setup_context=lambda q, k, v, mask: SetUpContext.apply(q @ k.mT * SCALE) @ v,
+    integer_alpha=lambda q, k, v, mask: entmax.entmax_bisect(q @ k.mT * SCALE, alpha=2) @ v,
+    # this package's own operator on the scores
+    operator_called=lambda q, k, v, mask: sparse_inductor.ops.entmax(q @ k.mT * SCALE, 1.5) @ v,
+)
 
 
 @attention(inputs=lambda: (normal((B, 5, E), 1), normal((B, L, E), 2), keep()))
@@ -247,7 +248,6 @@ def full_then_triu_in_place(q, k, v, mask):
 
 @attention()
 def ones_times_minus_infinity(q, k, v, mask):
-    """torch.triu(torch.ones(n, n) * -inf, diagonal=1)"""
     bias = torch.triu(torch.ones(L, L, dtype=q.dtype) * float("-inf"), diagonal=1)
     return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
 
@@ -329,8 +329,6 @@ def triangle_from_the_top(q, k, v):
 
 @attention(modes=TRAIN)
 def checkpointed(q, k, v, mask):
-    """under activation checkpointing"""
-
     def attend(q, k, v):
         return entmax.entmax15(q @ k.mT * SCALE, dim=-1) @ v
 
@@ -367,12 +365,6 @@ def partial_function(q, k, v, mask):
     return table["entmax"](q @ k.mT * SCALE) @ v
 
 
-@attention()
-def integer_alpha(q, k, v, mask):
-    """alpha=2"""
-    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha=2) @ v
-
-
 @attention(inputs=lambda: (*qkv(), torch.tensor(1.4)))
 def scheduled_alpha(q, k, v, alpha):
     """a buffer that a schedule moves"""
@@ -395,7 +387,6 @@ def relative_keys(q, k, v, positions):
 
 @attention()
 def log_of_a_mask(q, k, v, mask):
-    """scores + mask.log()"""
     scores = q @ k.mT * SCALE + mask[:, None, None].to(q.dtype).log()
     return entmax.entmax15(scores, dim=-1) @ v
 
@@ -416,12 +407,6 @@ def mixture_of_experts(x, w):
     return (gates.unsqueeze(-1) * outputs).sum(-2)
 
 
-@attention()
-def operator_called(q, k, v, mask):
-    """this package's own operator on the scores"""
-    return sparse_inductor.ops.entmax(q @ k.mT * SCALE, 1.5) @ v
-
-
 @attention(rewrites=2)
 def two_values(q, k, v, mask):
     """keys and values pooled with the same probabilities"""
@@ -440,7 +425,6 @@ def nan_replaced_by_where(q, k, v, mask):
 
 @attention(inputs=lambda: (*(t[0, 0] for t in qkv()),))
 def two_dimensional(q, k, v):
-    """no batch, no heads"""
     return entmax.entmax15(q @ k.t() * SCALE, dim=-1) @ v
 
 
@@ -489,7 +473,6 @@ def masked_once_more_and_divided(q, k, v, dropped):
 
 @attention(modes=INFER)
 def normalised_by_name(q, k, v, mask):
-    """F.normalize"""
     return F.normalize(entmax.sparsemax(q @ k.mT * SCALE, dim=-1), p=1, dim=-1) @ v
 
 

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.entmax.registry import SCALE, TRAIN, attention, keep, normal, program, rows
 
 entmax = pytest.importorskip("entmax")
 
 
-@rows()
-def last_axis(x):
-    """entmax15(x, dim=-1)"""
-    return entmax.entmax15(x, dim=-1)
-
-
-@rows()
-def first_axis(x):
-    """sparsemax over axis 0"""
-    return entmax.sparsemax(x, 0)
-
-
-@rows()
-def middle_axis(x):
-    """over tokens"""
-    return entmax.entmax_bisect(x, alpha=1.4, dim=1)
-
-
-@rows()
-def axis_by_name_and_k(x):
-    """k= of a router over many experts"""
-    return entmax.sparsemax(X=x, dim=2, k=3)
+each(
+    rows(),
+    last_axis=lambda x: entmax.entmax15(x, dim=-1),
+    first_axis=lambda x: entmax.sparsemax(x, 0),
+    middle_axis=lambda x: entmax.entmax_bisect(x, alpha=1.4, dim=1),
+    # k= of a router over many experts
+    axis_by_name_and_k=lambda x: entmax.sparsemax(X=x, dim=2, k=3),
+)
 
 
 @rows(shape=(6, 9))
@@ -43,7 +32,11 @@ def router(x):
     return gates, (gates > 0).float().mean(0)
 
 
+no_attention = functools.partial(attention, "no_rewrite", prefix="no_attention_")
+
+
 @attention(pattern="entmax")
+@no_attention("probabilities are also returned", at="attn =")
 def probabilities_returned(q, k, v, mask):
     """output_attentions=True"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
@@ -51,6 +44,7 @@ def probabilities_returned(q, k, v, mask):
 
 
 @attention(pattern="entmax", modes=TRAIN)
+@no_attention("dropout is active", TRAIN, at="F.dropout(")
 def dropout_in_training(q, k, v, mask):
     """attention dropout between probabilities and values"""
     return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.25) @ v
@@ -73,12 +67,10 @@ def additive_pooling(states, w, mask):
 
 @program(pattern="entmax")
 def classifier_module():
-    """the package's module as the last layer"""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10), entmax.Entmax15(dim=1)), (normal((4, 6), 1),)
 
 
 @program(pattern="entmax", rewrites=2)
 def two_in_a_row():
-    """two transformations, one of them of the other"""
     return lambda x: entmax.sparsemax(entmax.entmax15(x, -1) * 4, -1), (normal((4, 6), 1, 2.0),)

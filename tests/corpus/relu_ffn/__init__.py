@@ -4,27 +4,3 @@
 with an activation between them that is zero for most inputs, and nothing else that reads it but a
 sparsity statistic. `no_rewrite` is not such a block, or somebody needs the dense activations.
 """
-
-from corpus.relu_ffn import (
-    activations,
-    adapters,
-    layouts,
-    models,
-    near_misses,
-    published,
-    stacked,
-    statistics,
-    tokens,
-)
-
-__all__ = [
-    "activations",
-    "adapters",
-    "layouts",
-    "models",
-    "near_misses",
-    "published",
-    "stacked",
-    "statistics",
-    "tokens",
-]

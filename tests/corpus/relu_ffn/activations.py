@@ -6,19 +6,43 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.relu_ffn.registry import INFER, TRAIN, Block, N, block, function, program, tokens
+from corpus.case import each, of
+from corpus.relu_ffn.registry import (
+    INFER,
+    TRAIN,
+    Block,
+    K,
+    N,
+    block,
+    function,
+    gate,
+    program,
+    tokens,
+)
+
+each(
+    block(),
+    # Primer, Nemotron: relu(x) ** 2
+    square_by_power=lambda x, m: m.down(F.relu(m.up(x)) ** 2),
+    # ReLU Strikes Back: relu(x - 1)
+    shifted_relu=lambda x, m: m.down(torch.relu(m.up(x) - 0.3)),
+    relu6=lambda x, m: m.down(F.relu6(m.up(x))),
+    scaled_after=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * 0.5),
+    # A squashed second factor; the first one is zero all the same.
+    sigmoid_up=lambda x, m: m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x))),
+)
 
 
-@block()
-def relu_times_up(x, m):
-    """The gated block of Llama with hidden_act="relu"."""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@block(bias=True)
-def up_times_relu(x, m):
-    """The factors in the other order, with biases."""
-    return m.down(m.up(x) * torch.relu(m.gate(x)))
+each(
+    block(bias=True),
+    up_times_relu=lambda x, m: m.down(m.up(x) * torch.relu(m.gate(x))),
+    # Vaswani et al.: max(0, x W1 + b1) W2 + b2.
+    plain=lambda x, m: m.down(m.act(m.up(x))),
+    # TurboSparse: both factors are rectified.
+    drelu=lambda x, m: m.down(F.relu(m.gate(x)) * F.relu(m.up(x))),
+    half_less_than_a_sigmoid=lambda x, m: m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5)),
+    negated_minimum=lambda x, m: m.down(-torch.minimum(-m.up(x), torch.zeros(()))),
+)
 
 
 @block(bias=True)
@@ -27,28 +51,8 @@ def leaky_without_a_slope(x, m):
     return m.down(F.leaky_relu(m.gate(x), negative_slope=0.0) * m.up(x))
 
 
-@block(bias=True)
-def plain(x, m):
-    """Vaswani et al.: max(0, x W1 + b1) W2 + b2."""
-    return m.down(m.act(m.up(x)))
-
-
-@block()
-def relu_method_with_residual(x, m):
-    """A pre-norm layer: x + ffn(norm(x))."""
-    h = m.norm(x)
-    return x + m.down(m.gate(h).relu().mul(m.up(h)))
-
-
-@block()
-def relu_in_place(x, m):
-    """F.relu(..., inplace=True)"""
-    return m.down(F.relu(m.gate(x), inplace=True) * m.up(x))
-
-
 @block()
 def product_in_place(x, m):
-    """h = up; h *= relu(gate)"""
     h = m.up(x)
     h *= torch.relu(m.gate(x))
     return m.down(h)
@@ -56,7 +60,6 @@ def product_in_place(x, m):
 
 @block(modes=INFER)
 def all_in_place(x, m):
-    """relu_ and mul_ as statements."""
     h = m.gate(x)
     h.relu_()
     h.mul_(m.up(x))
@@ -65,36 +68,29 @@ def all_in_place(x, m):
 
 @block()
 def mask_of_its_type(x, m):
-    """(h > 0).type_as(h) * h"""
     h = m.up(x)
     return m.down((h > 0).type_as(h) * h)
 
 
-@block()
-def clamp_min(x, m):
-    """clamp(min=0)"""
-    return m.down(m.gate(x).clamp(min=0) * m.up(x))
-
-
-@block()
-def maximum_with_zeros(x, m):
-    """torch.maximum(g, zeros_like(g))"""
-    g = m.gate(x)
-    return m.down(torch.maximum(g, torch.zeros_like(g)) * m.up(x))
-
-
-@block()
-def where_positive(x, m):
-    """torch.where(g > 0, g, 0)"""
-    g = m.gate(x)
-    return m.down(torch.where(g > 0, g, 0.0) * m.up(x))
-
-
-@block()
-def times_its_sign_mask(x, m):
-    """g * (g > 0)"""
-    g = m.gate(x)
-    return m.down(g * (g > 0) * m.up(x))
+each(
+    gate(),
+    relu_in_place=lambda g: F.relu(g, inplace=True),
+    clamp_min=lambda g: g.clamp(min=0),
+    maximum_with_zeros=lambda g: torch.maximum(g, torch.zeros_like(g)),
+    where_positive=lambda g: torch.where(g > 0, g, 0.0),
+    times_its_sign_mask=lambda g: g * (g > 0),
+    masked_fill_negative=lambda g: g.masked_fill(g <= 0, 0.0),
+    mask_of_a_detached_gate=lambda g: torch.where(g.detach() > 0, g, 0.0),
+    # ELU with alpha 0, which is ReLU
+    elu_of_nothing=lambda g: F.elu(g, alpha=0.0),
+    # FATReLU
+    threshold_function=lambda g: F.threshold(g, 0.1, 0.0),
+    threshold_by_mask=lambda g: g * (g > 0.2).to(g.dtype),
+    threshold_by_where=lambda g: torch.where(g > 0.05, g, torch.zeros_like(g)),
+    scaled_before=lambda g: torch.relu(g * 0.25),
+    # Gemma's soft cap: what is below 0 stays there
+    softly_capped_before_the_rectifier=lambda g: F.relu(30 * torch.tanh(g / 30)),
+)
 
 
 @block(modes=INFER)
@@ -115,37 +111,16 @@ def absolute_value_of_the_other(x, m):
     return m.down(F.relu(m.gate(x) + m.up(x).abs()))
 
 
-@block()
-def masked_fill_negative(x, m):
-    """g.masked_fill(g <= 0, 0)"""
-    g = m.gate(x)
-    return m.down(g.masked_fill(g <= 0, 0.0) * m.up(x))
-
-
-@block()
-def square_by_power(x, m):
-    """Primer, Nemotron: relu(x) ** 2"""
-    return m.down(F.relu(m.up(x)) ** 2)
-
-
 @block(bias=True)
 def square_by_itself(x, m):
-    """r * r"""
     r = F.relu(m.up(x))
     return m.down(r * r)
 
 
 @block()
 def cube_by_itself(x, m):
-    """h * h * h: a product of a product"""
     h = F.relu(m.up(x))
     return m.down(h * h * h)
-
-
-@block()
-def elu_of_nothing(x, m):
-    """ELU with alpha 0, which is ReLU"""
-    return m.down(F.elu(m.gate(x), alpha=0.0) * m.up(x))
 
 
 @block()
@@ -157,88 +132,28 @@ def square_in_place(x, m):
 
 @block()
 def rectified_times_raw(x, m):
-    """relu(u) * u, which is relu(u) ** 2"""
     u = m.up(x)
     return m.down(F.relu(u) * u)
 
 
-@block(bias=True)
-def drelu(x, m):
-    """TurboSparse: both factors are rectified."""
-    return m.down(F.relu(m.gate(x)) * F.relu(m.up(x)))
-
-
-@block()
-def threshold_function(x, m):
-    """FATReLU: F.threshold(g, t, 0)"""
-    return m.down(F.threshold(m.gate(x), 0.1, 0.0) * m.up(x))
-
-
-@block()
-def threshold_by_mask(x, m):
-    """g where it exceeds t"""
-    g = m.gate(x)
-    return m.down(g * (g > 0.2).to(g.dtype) * m.up(x))
-
-
-@block()
-def threshold_by_where(x, m):
-    """where(g > t, g, 0)"""
-    g = m.gate(x)
-    return m.down(torch.where(g > 0.05, g, torch.zeros_like(g)) * m.up(x))
-
-
-@block()
-def shifted_relu(x, m):
-    """ReLU Strikes Back: relu(x - 1)"""
-    return m.down(torch.relu(m.up(x) - 0.3))
-
-
-@block()
-def relu6(x, m):
-    """A rectifier with a ceiling."""
-    return m.down(F.relu6(m.up(x)))
-
-
-@block()
-def scaled_after(x, m):
-    """A constant factor after the product."""
-    return m.down(F.relu(m.gate(x)) * m.up(x) * 0.5)
-
-
-@block()
-def sigmoid_up(x, m):
-    """A squashed second factor; the first one is zero all the same."""
-    return m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x)))
-
-
-@block()
-def scaled_before(x, m):
-    """relu(c * g)"""
-    return m.down(torch.relu(m.gate(x) * 0.25) * m.up(x))
-
-
 @block(modes=INFER)
-def dropout_in_eval(x, m):
-    """nn.Dropout in eval mode."""
+@block("no_rewrite", "dropout is active", TRAIN, at="m.drop(")
+def dropout_of_activations(x, m):
     return m.down(m.drop(F.relu(m.up(x))))
 
 
-@block(dtype=torch.bfloat16, precision=torch.bfloat16)
-def bfloat16(x, m):
-    """bf16 weights and inputs."""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@block(autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
-def autocast(x, m):
-    """fp32 weights under bf16 autocast."""
+@block()
+@block(prefix="any_size_", dynamic=True)
+@block(prefix="one_token_", shape=(K,))
+@block(prefix="bfloat16_", dtype=torch.bfloat16, precision=torch.bfloat16)
+@block(prefix="autocast_", autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
+def relu_times_up(x, m):
+    """The gated block of Llama with hidden_act="relu"."""
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
 @block(autocast=torch.bfloat16, precision=torch.bfloat16)
 def autocast_square(x, m):
-    """relu squared under autocast."""
     return m.down(F.relu(m.up(x)).square())
 
 
@@ -256,49 +171,30 @@ def scaled(*args, **kwargs):
     return function(lambda forward: (Scaled(forward), (tokens(),)), *args, **kwargs)
 
 
-@scaled()
-def neuron_scale(x, m):
-    """One learned factor a neuron after the rectifier."""
-    return m.down(F.relu(m.up(x)) * m.scale)
+each(
+    scaled(),
+    # One learned factor a neuron after the rectifier.
+    neuron_scale=lambda x, m: m.down(F.relu(m.up(x)) * m.scale),
+    # (IA)^3 of peft: the input of the down projection times a learned vector.
+    ia3=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1)),
+    # Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may.
+    neuron_divisor=lambda x, m: m.down(F.relu(m.up(x)) / m.scale),
+)
 
 
-@scaled()
-def ia3(x, m):
-    """(IA)^3 of peft: the input of the down projection times a learned vector."""
-    return m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1))
-
-
-@scaled()
-def scale_in_one_factor(x, m):
-    """The scale stands in the second of two factors of one projection."""
-    u = m.up(x)
-    return m.down(u * (F.relu(u) * m.scale))
-
-
-@scaled()
-def rectified_times_shifted(x, m):
-    """One projection, a bias of its own in either factor."""
-    u = m.up(x)
-    return m.down(F.relu(u) * (u + m.scale))
-
-
-@scaled()
-def rectified_of_scaled(x, m):
-    """One projection, a scale inside the rectifier alone, as the magnitudes of a gated sparse autoencoder have it."""
-    u = m.up(x)
-    return m.down(F.relu(u * m.scale) * u)
-
-
-@scaled()
-def rectified_twice_with_one_bias(x, m):
-    """relu(u + b) * (u + b), the sum written twice"""
-    u = m.up(x)
-    return m.down(F.relu(u + m.scale) * (u + m.scale))
+each(
+    of(scaled(), lambda act: lambda x, m: m.down(act(m.up(x), m.scale))),
+    scale_in_one_factor=lambda u, scale: u * (F.relu(u) * scale),
+    # a bias of its own in either factor
+    rectified_times_shifted=lambda u, shift: F.relu(u) * (u + shift),
+    # as the magnitudes of a gated sparse autoencoder have it
+    rectified_of_scaled=lambda u, scale: F.relu(u * scale) * u,
+    rectified_twice_with_one_bias=lambda u, shift: F.relu(u + shift) * (u + shift),
+)
 
 
 @scaled()
 def shifted_in_place_between(x, m):
-    """u += b between the rectifier and the product"""
     u = m.up(x).clone()
     r = F.relu(u)
     u += m.scale
@@ -311,12 +207,6 @@ def statistic_of_the_factor_without_a_bias(x, m):
     u = m.up(x)
     h = F.relu(u)
     return m.down(h * (u + m.scale)), h.abs().mean()
-
-
-@scaled()
-def neuron_divisor(x, m):
-    """Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may."""
-    return m.down(F.relu(m.up(x)) / m.scale)
 
 
 @scaled(modes=TRAIN)
@@ -335,7 +225,6 @@ def statistic_after_the_scale(x, m):
 
 @scaled("no_rewrite", "more than a factor or mask of every neuron", at="+ m.scale")
 def neuron_shift(x, m):
-    """A learned shift after the rectifier."""
     return m.down(F.relu(m.up(x)) + m.scale)
 
 
@@ -347,25 +236,23 @@ class Zeroed(Block):
         nn.init.zeros_(self.gate.weight)
 
 
-AT_ZERO = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "clamp": lambda g: g.clamp(min=0),
-    "hardtanh": lambda g: F.hardtanh(g, 0.0, 5.0),
-    "times_from_zero_on": lambda g: g * (g >= 0),
-    "times_beyond_zero": lambda g: g * (g > 0),
-    "where_from_zero_on": lambda g: torch.where(g >= 0, g, 0.0),
-    "filled_below_zero": lambda g: g.masked_fill(g < 0, 0.0),
-    "detached_condition": lambda g: g * (g >= 0).detach(),
-}
-for name, act in AT_ZERO.items():
-
-    def build(act=act):
-        """The gradient where the gate is exactly zero is PyTorch's of this spelling."""
-        return Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)
-
-    build.__name__ = f"zeroed_gate_{name}"
-    program(modes=TRAIN, pattern="relu_ffn")(build)
+# The gradient where the gate is exactly zero is PyTorch's of each spelling.
+each(
+    function(
+        lambda act: (Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)),
+        modes=TRAIN,
+        prefix="zeroed_gate_",
+    ),
+    relu=lambda g: F.relu(g),
+    relu6=lambda g: F.relu6(g),
+    clamp=lambda g: g.clamp(min=0),
+    hardtanh=lambda g: F.hardtanh(g, 0.0, 5.0),
+    times_from_zero_on=lambda g: g * (g >= 0),
+    times_beyond_zero=lambda g: g * (g > 0),
+    where_from_zero_on=lambda g: torch.where(g >= 0, g, 0.0),
+    filled_below_zero=lambda g: g.masked_fill(g < 0, 0.0),
+    detached_condition=lambda g: g * (g >= 0).detach(),
+)
 
 
 @block()
@@ -374,28 +261,14 @@ def capped_before_the_rectifier(x, m):
     return m.down(F.relu(m.gate(x).clamp(max=7.0)) * (m.up(x) + 1))
 
 
-@block()
-def softly_capped_before_the_rectifier(x, m):
-    """Gemma's soft cap, 30 * tanh(z / 30): what is below 0 stays there"""
-    return m.down(F.relu(30 * torch.tanh(m.gate(x) / 30)) * m.up(x))
-
-
-@block(bias=True)
-def half_less_than_a_sigmoid(x, m):
-    """above a half only"""
-    return m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5))
-
-
 @block(bias=True)
 def product_times_its_mask(x, m):
-    """g * u * (g > 0): the mask comes last"""
     g = m.gate(x)
     return m.down(g * m.up(x) * (g > 0))
 
 
 @block()
 def product_filled_below_a_number(x, m):
-    """(g * u).masked_fill(g <= 0.25, 0)"""
     g = m.gate(x)
     return m.down((g * m.up(x)).masked_fill(g <= 0.25, 0.0))
 
@@ -423,18 +296,10 @@ def exponential_times_its_mask(x, m):
 
 @block()
 def product_assigned_where_negative(x, m):
-    """h = g * u; h[g < 0] = 0"""
     g = m.gate(x)
     h = g * m.up(x)
     h[g < 0] = 0.0
     return m.down(h)
-
-
-@block()
-def mask_of_a_detached_gate(x, m):
-    """the comparison reads g.detach()"""
-    g = m.gate(x)
-    return m.down(torch.where(g.detach() > 0, g, 0.0) * m.up(x))
 
 
 @block("no_rewrite", "also read by mean", at="d.mean()")
@@ -509,12 +374,6 @@ def neurons_ablated_by_a_mask(x, m):
     h = m.act(m.up(x))
     h[:, :, torch.arange(N) % 4 == 0] = 0.0
     return m.down(h.index_fill(-1, torch.tensor([1, 2]), 0.0))
-
-
-@block(bias=True)
-def negated_minimum(x, m):
-    """-min(-x, 0)"""
-    return m.down(-torch.minimum(-m.up(x), torch.zeros(())))
 
 
 @block(modes=INFER, bias=True)

@@ -53,18 +53,19 @@ def adapted(
 
 
 @adapted(bias=True)
-def lora_everywhere(x, m):
+@adapted(prefix="all_weights_learn_", frozen=False)
+@adapted(prefix="of_the_gate_", adapts="gate")
+@adapted(prefix="autocast_", autocast=torch.bfloat16)
+@adapted(
+    "maybe", "dynamic=True makes a symbol of the scaling, too", prefix="any_size_", dynamic=True
+)
+@adapted(prefix="dropout_in_eval_", adapts="gate up", dropout=0.3, modes=INFER)
+@adapted(
+    "no_rewrite", "also read by dropout", TRAIN, prefix="dropped_activations_", adapts="down",
+    dropout=0.3, at="self.drop(x)",
+)  # fmt: skip
+def lora(x, m):
     """Frozen weights, an adapter for each of the three."""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@adapted(frozen=False)
-def lora_where_all_weights_learn(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@adapted(adapts="gate")
-def lora_of_the_gate(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
@@ -78,21 +79,6 @@ def lora_of_the_down_projection(x, m):
     return x + m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@adapted(autocast=torch.bfloat16)
-def lora_under_autocast(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@adapted("maybe", "dynamic=True makes a symbol of the scaling, too", dynamic=True)
-def lora_of_any_number_of_tokens(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@adapted(adapts="gate up", dropout=0.3, modes=INFER)
-def lora_with_dropout_in_eval(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 @adapted()
 def lora_and_an_l1_term(x, m):
     h = F.relu(m.gate(x)) * m.up(x)
@@ -103,11 +89,6 @@ def lora_and_an_l1_term(x, m):
 def lora_of_flattened_tokens(x, m):
     t = x.flatten(0, 1)
     return m.down((F.relu(m.gate(t)) * m.up(t)).view(*x.shape[:2], N))
-
-
-@adapted("no_rewrite", "also read by dropout", TRAIN, adapts="down", dropout=0.3, at="self.drop(x)")
-def lora_of_dropped_activations(x, m):
-    return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
 class _Two(nn.Module):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.relu_ffn.registry import B, K, N, S, block, formula, program, tokens, weight
 
 
@@ -97,7 +98,6 @@ put_together(
 @block()
 @block(dynamic=True, prefix="any_size_")
 def product_where_the_gate_is_positive(x, m):
-    """where(g > 0, g * u, 0)"""
     gate = m.gate(x)
     return m.down(torch.where(gate > 0, gate * m.up(x), 0))
 
@@ -121,15 +121,16 @@ def crosscoder_by_tensordot(x, m):
 
 @block(dynamic=True)
 def stacked_in_a_loop(x, m):
-    """torch.stack([f(x) for f in ...])"""
     h = torch.stack([f(x) for f in (m.gate, m.up)], dim=2)
     return m.down(F.relu(h[:, :, 0]) * h.select(2, 1))
 
 
-@formula()
-def bare_matmul(x, g, u, d):
-    """x @ W, weights stored [K, N] as JAX ports do."""
-    return (torch.relu(x @ g) * (x @ u)) @ d
+each(
+    formula(),
+    # x @ W, weights stored [K, N] as JAX ports do.
+    bare_matmul=lambda x, g, u, d: (torch.relu(x @ g) * (x @ u)) @ d,
+    transposed_functional=lambda x, w, b, d: F.linear(F.relu(F.linear(x, w.t()) + b), d.T),
+)
 
 
 @formula()
@@ -137,12 +138,6 @@ def einsum_blocks(x, g, u, d):
     """einsum, T5X style."""
     h = torch.relu(torch.einsum("bsk,kn->bsn", x, g)) * torch.einsum("bsk,kn->bsn", x, u)
     return torch.einsum("bsn,nk->bsk", h, d)
-
-
-@formula()
-def transposed_functional(x, w, b, d):
-    """F.linear with transposed parameters and a bias added by hand."""
-    return F.linear(F.relu(F.linear(x, w.t()) + b), d.T)
 
 
 @program()
@@ -192,7 +187,6 @@ def baddbmm_of_shared_weights(x, b, w, d):
     at="torch.addmm(h, torch.relu(h), d)",
 )
 def addmm_of_its_own_activations(x, w, d):
-    """h + relu(h) D"""
     h = x.flatten(0, 1) @ w
     return torch.addmm(h, torch.relu(h), d)
 
@@ -213,18 +207,6 @@ def other_output_width():
     return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 5)), (tokens(),)
 
 
-@block(shape=(7, K))
-def two_dimensional(x, m):
-    """[M, K]"""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
-@block(shape=(B, 3, S, K), bias=True)
-def four_dimensional(x, m):
-    """[B, 3, S, K]"""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 @block()
 def flattened_tokens(x, m):
     """Tokens flattened before and unflattened after, as OPT does."""
@@ -233,16 +215,12 @@ def flattened_tokens(x, m):
     return m.down(F.relu(m.gate(h)) * m.up(h)).view(shape)
 
 
-@block()
-def flattened_between(x, m):
-    """The hidden activations are flattened."""
-    return m.down(F.relu(m.up(x)).flatten(0, 1))
-
-
-@block()
-def cast_back(x, m):
-    """.to(x.dtype), which does nothing here."""
-    return m.down((F.relu(m.gate(x)) * m.up(x)).to(x.dtype).contiguous())
+each(
+    block(),
+    flattened_between=lambda x, m: m.down(F.relu(m.up(x)).flatten(0, 1)),
+    # .to(x.dtype), which does nothing here.
+    cast_back=lambda x, m: m.down((F.relu(m.gate(x)) * m.up(x)).to(x.dtype).contiguous()),
+)
 
 
 class Convolutions(nn.Module):
@@ -265,16 +243,13 @@ def convolutions_of_width_one():
     return lambda x: block(x.transpose(1, 2)).transpose(1, 2), (tokens(),)
 
 
-@program()
-def conv2d():
-    """A pointwise feed-forward block of a vision model."""
-    return Convolutions(2), (tokens(shape=(B, K, 3, S)),)
-
-
-@program()
-def conv3d():
-    """The same over video, without a bias, the padding given by name."""
-    return Convolutions(3, bias=False, padding="same"), (tokens(shape=(B, K, 2, 3, S)),)
+each(
+    program(),
+    # A pointwise feed-forward block of a vision model.
+    conv2d=lambda: (Convolutions(2), (tokens(shape=(B, K, 3, S)),)),
+    # The same over video, without a bias, the padding given by name.
+    conv3d=lambda: (Convolutions(3, bias=False, padding="same"), (tokens(shape=(B, K, 2, 3, S)),)),
+)
 
 
 @program("no_rewrite", "a window of 3 by 3")
@@ -285,14 +260,7 @@ def conv_window():
 
 @program("no_rewrite", "every second position is left out")
 def conv_stride():
-    """A stride of 2."""
     return Convolutions(2, stride=2), (tokens(shape=(B, K, 4, 6)),)
-
-
-@block(shape=(K,))
-def one_token(x, m):
-    """A vector, not a batch of them."""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
 VECTOR = {
@@ -303,22 +271,17 @@ VECTOR = {
 }
 
 
-@formula(inputs=VECTOR)
-def one_token_matmul(x, w, d):
-    """A vector times matrices."""
-    return torch.relu(x @ w) @ d
+each(
+    formula(inputs=VECTOR),
+    one_token_matmul=lambda x, w, d: torch.relu(x @ w) @ d,
+    one_token_mv=lambda x, k, v: torch.mv(v, torch.relu(k.mv(x) + v[0])) + x,
+)
 
 
 @formula(inputs=VECTOR)
 def one_token_of_rwkv(x, k, v, r):
     """channel mixing as a recurrence"""
     return torch.sigmoid(r @ x) * (v @ torch.square(torch.relu(k @ x)))
-
-
-@formula(inputs=VECTOR)
-def one_token_mv(x, k, v):
-    """torch.mv, and a bias"""
-    return torch.mv(v, torch.relu(k.mv(x) + v[0])) + x
 
 
 class Viewed(nn.Module):
@@ -334,7 +297,6 @@ def convolutions_flattened():
 
 @program(dynamic=True)
 def convolutions_flattened_of_any_size():
-    """The same with symbolic sizes."""
     return nn.Sequential(Convolutions(2), Viewed()), (tokens(shape=(B, K, 3, S)),)
 
 
@@ -346,19 +308,10 @@ COLUMNS = {
 }
 
 
-@formula(inputs=COLUMNS)
-def columns(x, g, d):
-    """W2 relu(W1 x), every token a column"""
-    return d @ torch.relu(g @ x)
-
-
-@formula(inputs=COLUMNS)
-def columns_gated(x, g, u, d):
-    """the same"""
-    return (d @ (F.relu(g @ x) * (u @ x))).view(-1)
-
-
-@formula(inputs=COLUMNS)
-def columns_with_bias(x, g, u, d):
-    """a bias [N, 1]"""
-    return d @ torch.relu(torch.matmul(g, x) + u[:, :1])
+each(
+    formula(inputs=COLUMNS),
+    # W2 relu(W1 x), every token a column
+    columns=lambda x, g, d: d @ torch.relu(g @ x),
+    columns_gated=lambda x, g, u, d: (d @ (F.relu(g @ x) * (u @ x))).view(-1),
+    columns_with_bias=lambda x, g, u, d: d @ torch.relu(torch.matmul(g, x) + u[:, :1]),
+)

@@ -10,13 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from corpus.relu_ffn.registry import BOTH, INFER, TRAIN, Block, K, N, block, program, tokens
 
 
-@program(modes=TRAIN)
-def encoder_layer_in_training():
-    """nn.TransformerEncoderLayer, whose default activation is relu."""
-    torch.manual_seed(51)
-    return nn.TransformerEncoderLayer(K, 2, N, dropout=0.0, batch_first=True), (tokens(),)
-
-
 @program(modes=INFER)
 def encoder_layer_in_eval():
     """The same in eval mode, where PyTorch has a fused call of its own."""
@@ -44,8 +37,6 @@ def decoder_layer():
 
 @program(modes=TRAIN)
 def checkpointed():
-    """torch.utils.checkpoint around the block."""
-
     def forward(x, m):
         def ffn(h):
             return m.down(F.relu(m.gate(h)) * m.up(h))
@@ -57,8 +48,6 @@ def checkpointed():
 
 @program(rewrites=2, modes=BOTH)
 def two_layers():
-    """Two blocks, one feeding the other."""
-
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

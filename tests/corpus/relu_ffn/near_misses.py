@@ -7,8 +7,20 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from corpus.case import BOTH
-from corpus.relu_ffn.registry import TRAIN, B, K, N, S, block, formula, program, tokens, weight
+from corpus.relu_ffn.registry import (
+    BOTH,
+    INFER,
+    TRAIN,
+    B,
+    K,
+    N,
+    S,
+    block,
+    formula,
+    program,
+    tokens,
+    weight,
+)
 
 miss = functools.partial(block, "no_rewrite")
 
@@ -27,7 +39,6 @@ def silu_gate(x, m):
 
 @miss("leaky_relu(0.1)", at="F.leaky_relu(")
 def leaky(x, m):
-    """leaky_relu"""
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
@@ -71,7 +82,6 @@ def neurons_on_two_axes(x, m):
 
 @miss("activations are also returned", at="h =")
 def hidden_returned(x, m):
-    """A model that returns its features."""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h), h
 
@@ -83,57 +93,43 @@ def norm_between(x, m):
     return m.down(F.layer_norm(h, (N,)))
 
 
-@miss("dropout is active", modes=TRAIN, at="m.drop(")
-def active_dropout(x, m):
-    """Dropout in training draws a mask over every activation."""
-    return m.down(m.drop(F.relu(m.up(x))))
-
-
 @miss("add combines two tensors", at="+ m.up(x)")
 def sum_of_branches(x, m):
-    """relu(g) + u"""
     return m.down(F.relu(m.gate(x)) + m.up(x))
 
 
 @miss("relu | add(1.0)", at="+ 1.0")
 def shifted_up(x, m):
-    """relu(u) + 1"""
     return m.down(F.relu(m.up(x)) + 1.0)
 
 
 @miss("cumsum", at=".cumsum(1)")
 def mixed_tokens(x, m):
-    """A cumulative sum over the sequence between the projections."""
     return m.down(F.relu(m.up(x)).cumsum(1))
 
 
 @miss("read different inputs", at="m.norm(x)")
 def two_inputs(x, m):
-    """The up projection reads something else than the gate."""
     return m.down(F.relu(m.gate(x)) * m.up(m.norm(x)))
 
 
 @miss("the rectifier is on the output")
 def relu_outside(x, m):
-    """relu(down(up(x)))"""
     return F.relu(m.down(m.up(x)))
 
 
 @miss("clamp_min(-1.0)", at=".clamp(min=-1.0)")
 def clamp_below_zero(x, m):
-    """clamp(min=-1)"""
     return m.down(m.gate(x).clamp(min=-1.0) * m.up(x))
 
 
 @miss("relu | exp", at="torch.exp(")
 def exp_of_relu(x, m):
-    """exp after relu"""
     return m.down(torch.exp(F.relu(m.up(x))))
 
 
 @miss("detach()", modes=TRAIN, at=".detach()")
 def detached(x, m):
-    """The hidden activations are detached."""
     return m.down(F.relu(m.up(x)).detach())
 
 
@@ -173,9 +169,8 @@ def stacked_experts():
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
-@formula("no_rewrite", "read different inputs", modes=(False,), at="(x @ u)")
+@formula("no_rewrite", "read different inputs", modes=INFER, at="(x @ u)")
 def input_written(x, g, u, d):
-    """x changes between the gate and the up projection."""
     x = x.clone()
     a = torch.relu(x @ g)
     x.mul_(2.0)
@@ -184,26 +179,19 @@ def input_written(x, g, u, d):
 
 @miss("every neuron over the tokens", at="h.mean((0, 1))")
 def per_neuron(x, m):
-    """h.mean over the tokens."""
     h = F.relu(m.up(x))
     return m.down(h), h.mean((0, 1))
 
 
 @miss("softmax", at=".softmax(-1)")
 def softmax_of_relu(x, m):
-    """softmax after relu"""
     return m.down(F.relu(m.up(x)).softmax(-1))
 
 
+@block(modes=INFER)
 @miss("read different inputs", modes=TRAIN, at="m.drop(x)")
 def dropout_of_each_input(x, m):
     """nn.Dropout called for the gate and again for the up projection"""
-    return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
-
-
-@block(modes=(False,), pattern="relu_ffn")
-def dropout_of_each_input_in_eval(x, m):
-    """the same where it is off"""
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
 
 
@@ -232,7 +220,6 @@ def halves_of_the_tokens(x, m):
 
 @miss("read different inputs", at="m.up(x)")
 def tokens_shifted(x, m):
-    """token shift after the projections"""
     return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, :-1])
 
 
@@ -244,7 +231,6 @@ def the_same_part_of_the_tokens(x, m):
 
 @miss("also read by mean", at="h.mean()")
 def statistic_of_more_tokens(x, m):
-    """h.mean() beside down(h[:, 1:])"""
     h = F.relu(m.up(x))
     return m.down(h[:, 1:]), h.mean()
 
@@ -265,7 +251,6 @@ def statistic_of_each_token_in_another_order(x, m):
 
 @block("no_rewrite", "an einsum of 3 tensors", at="torch.einsum(")
 def product_in_the_einsum_of_the_projection(x, m):
-    """bsn,bsn,dn->bsd"""
     return torch.einsum("bsn,bsn,dn->bsd", F.relu(m.gate(x)), m.up(x), m.down.weight)
 
 
@@ -288,7 +273,7 @@ def product_read_before_it_is_assigned(x, m):
     return m.down(h), before
 
 
-@miss("single elements", modes=(False,), at="h[0, :, 3] = 0.0")
+@miss("single elements", modes=INFER, at="h[0, :, 3] = 0.0")
 def one_neuron_of_one_sequence_ablated(x, m):
     """activation patching"""
     h = F.relu(m.up(x))
@@ -296,7 +281,7 @@ def one_neuron_of_one_sequence_ablated(x, m):
     return m.down(h)
 
 
-@program("no_rewrite", "getitem is changed in place", modes=(False,), at="gate, up = h[")
+@program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate, up = h[")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with what was scaled in place"""
     wide, down = weight(2 * N, K), weight(K, N, seed=34)
@@ -310,7 +295,7 @@ def overlapping_parts_in_place():
     return f, (tokens(),)
 
 
-@miss("a factor of its own", modes=(False,), at="h > torch.linspace(0, 0.2, N)")
+@miss("a factor of its own", modes=INFER, at="h > torch.linspace(0, 0.2, N)")
 def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""
     h = F.relu(m.gate(x))

@@ -11,35 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus.case import Group
+from corpus.case import Group, each
 from corpus.relu_ffn.registry import INFER, TRAIN, B, K, N, S, block, program, tokens
 
 inference = functools.partial(block, modes=INFER)
 miss = functools.partial(block, "no_rewrite", modes=INFER)
 
 
-@inference()
-def gate_multiplied_in_place(x, m):
-    """handwritten, product in place"""
-    return m.down(torch.relu(m.gate(x)).mul_(m.up(x)))
-
-
-@inference()
-def threshold_at_zero(x, m):
-    """F.threshold(g, 0, 0)"""
-    return m.down(F.threshold(m.gate(x), 0.0, 0.0) * m.up(x))
-
-
-@inference()
-def pow_float(x, m):
-    """a float exponent"""
-    return m.down(F.relu(m.up(x)).pow(2.0))
-
-
-@inference()
-def cubed(x, m):
-    """a cube instead of the square"""
-    return m.down(F.relu(m.up(x)) ** 3)
+each(
+    inference(),
+    gate_multiplied_in_place=lambda x, m: m.down(torch.relu(m.gate(x)).mul_(m.up(x))),
+    threshold_at_zero=lambda x, m: m.down(F.threshold(m.gate(x), 0.0, 0.0) * m.up(x)),
+    pow_float=lambda x, m: m.down(F.relu(m.up(x)).pow(2.0)),
+    cubed=lambda x, m: m.down(F.relu(m.up(x)) ** 3),
+    # ResNet-like: linear, relu, linear, relu
+    relu_after_it_too=lambda x, m: F.relu(m.down(F.relu(m.up(x)))),
+)
 
 
 @block()
@@ -48,29 +35,11 @@ def gated_square(x, m):
     return m.down(F.relu(m.gate(x)).pow(2) * m.up(x))
 
 
-@block(dynamic=True)
-def llama_dynamic(x, m):
-    """dynamic shapes"""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 @inference(bias=True)
 def square_with_dropouts(x, m):
     """dropouts in eval around a squared gate"""
     h = F.dropout(F.relu(m.gate(x)).square() * m.up(x), 0.1, m.training)
     return F.dropout(m.down(h), 0.1, m.training)
-
-
-@inference()
-def relu_after_it_too(x, m):
-    """ResNet-like: linear, relu, linear, relu"""
-    return F.relu(m.down(F.relu(m.up(x))))
-
-
-@program(modes=INFER)
-def encoder_layer():
-    """torch.nn.TransformerEncoderLayer, norm first, eval"""
-    return nn.TransformerEncoderLayer(K, 2, N, 0.1, batch_first=True, norm_first=True), (tokens(),)
 
 
 @program(modes=INFER)
@@ -81,13 +50,11 @@ def decoder_layer_in_eval():
 
 @program("no_rewrite", "dropout is active", TRAIN, at="")
 def encoder_layer_with_dropout():
-    """torch.nn.TransformerEncoderLayer, training"""
     return nn.TransformerEncoderLayer(K, 2, N, 0.1, batch_first=True), (tokens(),)
 
 
 @miss("relu after the product of two", at="F.relu(m.gate(x) * m.up(x))")
 def relu_of_the_product(x, m):
-    """handwritten"""
     return m.down(F.relu(m.gate(x) * m.up(x)))
 
 
@@ -111,7 +78,6 @@ def no_down_projection(x, m):
 
 @miss("fake_quantize", at="fake_quantize")
 def fake_quantised(x, m):
-    """quantisation-aware training"""
     return m.down(torch.fake_quantize_per_tensor_affine(F.relu(m.up(x)), 0.1, 0, 0, 255))
 
 
@@ -172,7 +138,7 @@ for kind in MODELS:
     def client(kind=kind):
         return LanguageModel(kind), (token_ids(),)
 
-    client.__name__, client.__doc__ = f"lib_{kind}", f"transformers {kind}"
+    client.__name__ = f"lib_{kind}"
     if kind == "bitnet":
         # a norm, written out in the module
         CLIENTS.program("no_rewrite", "of every token", INFER, at="torch.rsqrt(")(client)

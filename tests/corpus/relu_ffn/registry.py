@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
-from corpus.case import Group
+from corpus.case import Group, of
 
 B, S, K, N = 2, 5, 8, 48
 GROUP = Group("relu_ffn", pattern="relu_ffn", dense=B * S * N)
@@ -32,6 +32,11 @@ def block(
         *how,
         **fields,
     )
+
+
+def gate(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a gated block by `act(g)`, its gate's activation, alone."""
+    return of(block(*how, **fields), lambda act: lambda x, m: m.down(act(m.gate(x)) * m.up(x)))
 
 
 class Block(nn.Module):

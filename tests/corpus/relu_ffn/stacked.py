@@ -30,7 +30,6 @@ def einsum_first(x, w, down):
 
 @stacked(2, N, K)
 def einsum_inside(x, w, down):
-    """einsum to [B, S, 2, N], unbind"""
     gate, up = torch.einsum("bsk,enk->bsen", x, w).unbind(2)
     return torch.einsum("bsn,nk->bsk", F.relu(gate).square() * up, down)
 
@@ -45,7 +44,6 @@ def flax_order(x, w, down):
 
 @stacked(2, K, N)
 def bmm_of_repeated_tokens(x, w, down):
-    """bmm, the tokens expanded"""
     h = torch.bmm(x.reshape(1, -1, K).expand(2, -1, -1), w)
     return ((F.relu(h[0]) * h.select(0, 1)) @ down).view(B, S, K)
 
@@ -75,7 +73,6 @@ def tokens_of_their_own(x, w, down):
     2, K, N, expect="no_rewrite", why="changed in place before", modes=(False,), at="torch.einsum("
 )
 def tokens_written_in_between(x, w, down):
-    """x *= 2 after the product, before its parts are taken"""
     x = x.clone()
     h = torch.einsum("bsk,ekn->ebsn", x, w)
     x *= 2

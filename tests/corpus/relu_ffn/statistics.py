@@ -2,99 +2,79 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from corpus.case import each, of
 from corpus.relu_ffn.registry import INFER, TRAIN, block
 
 
-@block()
-def mean_absolute(x, m):
-    """h.abs().mean() of the product goes into the loss."""
-    h = F.relu(m.gate(x)) * m.up(x)
-    return m.down(h), h.abs().mean()
+def beside(make: Callable, *how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register `statistic(h)` of the activations h that `make(x, m)` gives the down projection."""
+
+    def wrap(statistic: Callable) -> Callable:
+        def forward(x, m):
+            h = make(x, m)
+            return m.down(h), statistic(h)
+
+        return forward
+
+    return of(block(*how, **fields), wrap)
+
+
+plain = functools.partial(beside, lambda x, m: F.relu(m.up(x)))
+gated = functools.partial(beside, lambda x, m: F.relu(m.gate(x)) * m.up(x))
+
+each(
+    gated(),
+    mean_absolute=lambda h: h.abs().mean(),
+    mean_distance_from_zeros=lambda h: F.l1_loss(h, torch.zeros_like(h)),
+    count_of_each_token=lambda h: torch.count_nonzero(h, dim=-1),
+)
+each(
+    plain(),
+    sum_of_plain=lambda h: torch.sum(torch.abs(h)),
+    norm_one=lambda h: h.norm(p=1),
+    distance_from_zeros=lambda h: torch.nn.L1Loss(reduction="sum")(torch.zeros_like(h), h),
+    count_per_token=lambda h: (h != 0).sum(-1),
+)
 
 
 @block()
 def mean_of_gate(x, m):
-    """relu(g).mean()"""
     a = F.relu(m.gate(x))
     return m.down(a * m.up(x)), a.mean()
 
 
-@block()
-def sum_of_plain(x, m):
-    """torch.sum(torch.abs(h)) of a block without a gate"""
-    h = F.relu(m.up(x))
-    return m.down(h), torch.sum(torch.abs(h))
+@plain("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
+def distances_from_zeros(h):
+    return F.l1_loss(h, torch.zeros_like(h), reduction="none")
 
 
-@block()
-def norm_one(x, m):
-    """h.norm(p=1)"""
-    h = F.relu(m.up(x))
-    return m.down(h), h.norm(p=1)
-
-
-@block()
-def mean_distance_from_zeros(x, m):
-    """F.l1_loss(h, zeros)"""
-    h = F.relu(m.gate(x)) * m.up(x)
-    return m.down(h), F.l1_loss(h, torch.zeros_like(h))
-
-
-@block()
-def distance_from_zeros(x, m):
-    """nn.L1Loss(reduction="sum"), zeros first."""
-    h = F.relu(m.up(x))
-    return m.down(h), torch.nn.L1Loss(reduction="sum")(torch.zeros_like(h), h)
-
-
-@block("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
-def distances_from_zeros(x, m):
-    h = F.relu(m.up(x))
-    return m.down(h), F.l1_loss(h, torch.zeros_like(h), reduction="none")
-
-
-@block("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
-def distance_from_ones(x, m):
-    h = F.relu(m.up(x))
-    return m.down(h), F.l1_loss(h, torch.ones_like(h))
+@plain("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
+def distance_from_ones(h):
+    return F.l1_loss(h, torch.ones_like(h))
 
 
 @block()
 def share_of_nonzeros(x, m):
-    """(h > 0).float().mean()"""
     h = F.relu(m.gate(x))
     return m.down(h * m.up(x)), (h > 0).float().mean()
 
 
-@block()
-def count_per_token(x, m):
-    """(h != 0).sum(-1)"""
-    h = F.relu(m.up(x))
-    return m.down(h), (h != 0).sum(-1)
-
-
-@block(modes=TRAIN)
-def both_statistics(x, m):
+@gated(modes=TRAIN)
+def both_statistics(h):
     """L1 in the loss, L0 for the log."""
-    h = F.relu(m.gate(x)) * m.up(x)
-    return m.down(h), h.abs().sum(dim=-1).mean(), (h.detach() != 0).float().mean()
+    return h.abs().sum(dim=-1).mean(), (h.detach() != 0).float().mean()
 
 
-@block(modes=TRAIN)
-def statistic_of_tokens(x, m):
-    """One number a token."""
-    h = F.relu(m.up(x))
-    return m.down(h), h.abs().mean(dim=-1)
-
-
-@block()
-def count_of_each_token(x, m):
-    """torch.count_nonzero(h, dim=-1)"""
-    h = F.relu(m.gate(x)) * m.up(x)
-    return m.down(h), torch.count_nonzero(h, dim=-1)
+@plain(modes=TRAIN)
+def statistic_of_tokens(h):
+    return h.abs().mean(dim=-1)
 
 
 @block()

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each, of
 from corpus.relu_ffn.registry import (
     BOTH,
     INFER,
@@ -82,23 +83,22 @@ def padded_product_filled_with_zeros(x, p, m):
     return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 0.0))
 
 
-@weighed()
-def product_where_kept(x, p, m):
-    """torch.where(keep, product, 0)"""
-    return m.down(torch.where(p > 0, m.up(x) * F.relu(m.gate(x)), 0.0))
+each(
+    weighed(),
+    product_where_kept=lambda x, p, m: m.down(torch.where(p > 0, m.up(x) * F.relu(m.gate(x)), 0.0)),
+    pruned_neurons=lambda x, p, m: m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 0.0)),
+    # MetaFormer: a learned scalar times the squared relu
+    star_relu_without_its_bias=lambda x, p, m: m.down(m.factor * F.relu(m.up(x)) ** 2),
+    # PointNet and the like: linear, batch norm with running statistics, relu, linear
+    batch_norm_before=lambda x, p, m: m.down(F.relu(m.bn(m.up(x).transpose(1, 2)).transpose(1, 2))),
+    gate_by_sign=lambda x, p, m: m.down(m.up(x) * (m.gate(x) > 0)),
+)
 
 
 @weighed()
 def product_unless_dropped(x, p, m):
-    """torch.where(drop, zeros, product)"""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(torch.where(p < 0, torch.zeros_like(h), h))
-
-
-@weighed()
-def pruned_neurons(x, p, m):
-    """a mask of neurons, filled with zeros"""
-    return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 0.0))
 
 
 @weighed()
@@ -110,39 +110,33 @@ def pruned_neurons_of_a_product(x, p, m):
 
 @weighed("no_rewrite", "more than a factor or mask", at=".masked_fill(")
 def pruned_neurons_filled_with_ones(x, p, m):
-    """a mask of neurons, filled with ones"""
     return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 1.0))
 
 
 @weighed("no_rewrite", "a number filled in between", at=".masked_fill(")
 def padding_filled_with_ones(x, p, m):
-    """padding that is not zero"""
     return m.down(F.relu(m.up(x)).masked_fill(p < 0, 1.0))
 
 
 @weighed("no_rewrite", "masked_fill after the product of two", at=".masked_fill(")
 def padded_product_filled_with_ones(x, p, m):
-    """the same after a product"""
     return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 1.0))
 
 
 @weighed("no_rewrite", "a comparison (lt)", at="h.abs() < 0.1")
 def small_products_filled(x, p, m):
-    """h where |h| > 0.1"""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h.masked_fill(h.abs() < 0.1, 0.0))
 
 
 @weighed("no_rewrite", "made of the activations", at="< 3")
 def weak_tokens_filled(x, p, m):
-    """tokens whose activations are small are dropped"""
     h = F.relu(m.up(x))
     return m.down(h.masked_fill(h.sum(-1, keepdim=True) < 3, 0.0))
 
 
 @weighed("no_rewrite", "clamp after the product of two", at=".clamp(-3, 3)")
 def clamped_product(x, p, m):
-    """clamp of a gated product"""
     return m.down((F.relu(m.gate(x)) * m.up(x)).clamp(-3, 3))
 
 
@@ -165,12 +159,6 @@ def masked_convolutions():
     mask = (torch.arange(S) < 3).float().expand(B, 1, S)
     up, down = nn.Conv1d(K, N, 1), nn.Conv1d(N, K, 1)
     return lambda x: down(torch.relu(up(x * mask)) * mask) * mask, (tokens(shape=(B, K, S)),)
-
-
-@weighed()
-def star_relu_without_its_bias(x, p, m):
-    """MetaFormer: a learned scalar times the squared relu"""
-    return m.down(m.factor * F.relu(m.up(x)) ** 2)
 
 
 @weighed(modes=TRAIN)
@@ -199,15 +187,8 @@ def token_term(x, p, m):
     return m.down(F.relu(m.up(x)) + p)
 
 
-@weighed()
-def batch_norm_before(x, p, m):
-    """PointNet and the like: linear, batch norm with running statistics, relu, linear"""
-    return m.down(F.relu(m.bn(m.up(x).transpose(1, 2)).transpose(1, 2)))
-
-
 @program(modes=INFER)
 def batch_norm_of_channels():
-    """conv, batch norm, relu, conv"""
     torch.manual_seed(66)
     block = nn.Sequential(nn.Conv2d(K, N, 1), nn.BatchNorm2d(N), nn.ReLU(True), nn.Conv2d(N, K, 1))
     block[1].running_mean.copy_(weight(N).detach())
@@ -216,13 +197,11 @@ def batch_norm_of_channels():
 
 @weighed("no_rewrite", "batch_norm after the activation", at="m.bn(")
 def batch_norm_after(x, p, m):
-    """relu before the norm"""
     return m.down(m.bn(F.relu(m.up(x)).flatten(0, 1)))
 
 
 @weighed("no_rewrite", "statistics of the batch itself", TRAIN, frozen=False, at="m.bn(")
 def batch_norm_of_the_batch(x, p, m):
-    """training"""
     return m.down(F.relu(m.bn(m.up(x).flatten(0, 1))))
 
 
@@ -234,7 +213,6 @@ def batch_norm_of_tokens(x, p, m):
 
 @weighed()
 def negative_assigned(x, p, m):
-    """h[h < 0] = 0, in a copy"""
     h = m.up(x).clone()
     h[h < 0] = 0
     return m.down(h)
@@ -250,33 +228,18 @@ def negative_assigned_too_late(x, p, m):
     return m.down(h)
 
 
-@weighed()
-def learned_threshold_as_a_factor(x, p, m):
-    """JumpReLU as sparse autoencoders write it: pre * (pre > theta)"""
-    h = m.up(x)
-    return m.down(h * (h > m.scale))
-
-
-@weighed()
-def learned_threshold(x, p, m):
-    """JumpReLU: a threshold a neuron, learned"""
-    h = m.up(x)
-    return m.down(torch.where(h > m.scale, h, torch.zeros_like(h)))
-
-
-@weighed()
-def jump_relu_of_gemma_scope(x, p, m):
-    """mask * relu(pre)"""
-    h = m.up(x)
-    mask = h > m.scale.exp()
-    return m.down(mask * F.relu(h))
-
-
-@weighed()
-def jump_relu_filled(x, p, m):
-    """masked_fill where the threshold is not exceeded, the comparison detached"""
-    h = m.up(x)
-    return m.down(h.masked_fill(h.detach() <= m.scale, 0.0))
+each(
+    of(weighed(), lambda act: lambda x, p, m: m.down(act(m.up(x), m.scale))),
+    # JumpReLU as sparse autoencoders write it
+    learned_threshold_as_a_factor=lambda h, theta: h * (h > theta),
+    learned_threshold=lambda h, theta: torch.where(h > theta, h, torch.zeros_like(h)),
+    jump_relu_of_gemma_scope=lambda h, theta: (h > theta.exp()) * F.relu(h),
+    jump_relu_filled=lambda h, theta: h.masked_fill(h.detach() <= theta, 0.0),
+    # what exceeds a learned number is dropped
+    rectified_up_to_a_ceiling=lambda h, theta: F.relu(h) * ~(h > theta),
+    # the mask has no effect
+    shifted_beyond_its_threshold=lambda h, theta: F.relu(h - theta) * (h > theta),
+)
 
 
 @weighed()
@@ -294,26 +257,6 @@ def gated_autoencoder(x, p, m):
     return m.down(active * F.relu(z * m.scale.exp() + 0.1))
 
 
-@weighed()
-def gate_by_sign(x, p, m):
-    """up(x) where gate(x) > 0"""
-    return m.down(m.up(x) * (m.gate(x) > 0))
-
-
-@weighed()
-def rectified_up_to_a_ceiling(x, p, m):
-    """what exceeds a learned number is dropped"""
-    h = m.up(x)
-    return m.down(F.relu(h) * ~(h > m.scale))
-
-
-@weighed()
-def shifted_beyond_its_threshold(x, p, m):
-    """relu(pre - theta) * (pre > theta), the mask without effect"""
-    h = m.up(x)
-    return m.down(F.relu(h - m.scale) * (h > m.scale))
-
-
 @weighed(modes=BOTH)
 def active_features_counted(x, p, m):
     """the mask is added up, too"""
@@ -323,14 +266,8 @@ def active_features_counted(x, p, m):
 
 
 @weighed(modes=INFER)
-def binary_features(x, p, m):
-    """(pre > theta).float()"""
-    return m.down((m.up(x) > m.scale).to(x.dtype))
-
-
 @weighed("no_rewrite", "passes no gradient on", TRAIN, at="m.down(")
-def binary_features_in_training(x, p, m):
-    """the same where the projection is learned"""
+def binary_features(x, p, m):
     return m.down((m.up(x) > m.scale).to(x.dtype))
 
 
@@ -343,7 +280,6 @@ def threshold_of_each_token(x, p, m):
 
 @weighed("no_rewrite", "may be no number: log", at=".log()")
 def logarithm_of_the_factor(x, p, m):
-    """relu(g) * log(u)"""
     return m.down(F.relu(m.gate(x)) * m.up(x).log())
 
 
@@ -354,6 +290,5 @@ def logarithm_of_the_factor(x, p, m):
     at="(h > m.scale)",
 )
 def threshold_in_float32(x, p, m):
-    """projections in bfloat16, thresholds in float32"""
     h = F.linear(x.bfloat16(), m.up.weight.bfloat16())
     return F.linear(F.relu(h) * (h > m.scale), m.down.weight.bfloat16())

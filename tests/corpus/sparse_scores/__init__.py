@@ -3,15 +3,3 @@
 `rewrite` means that a user of this library would be disappointed without the rewrite and that it is
 exact: scores[b, n] = sum over the terms of document n of value * query[b, term].
 """
-
-from corpus.sparse_scores import (
-    accumulations,
-    documents,
-    indexing,
-    more,
-    near_misses,
-    postings,
-    published,
-)
-
-__all__ = ["accumulations", "documents", "indexing", "more", "near_misses", "postings", "published"]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from corpus.sparse_scores.registry import B, K, N, V, scoring
-
-BOTH = (False, True)
+from corpus.sparse_scores.registry import BOTH, B, K, N, V, scoring
 
 
 @scoring(batch=False, modes=BOTH)
 def index_add_functional(c, q):
-    """zeros.index_add"""
     return q.new_zeros(N).index_add(0, c.rows, c.vals * q[c.cols])
 
 
 @scoring(modes=BOTH)
 def index_add_in_place_over_batch(c, q):
-    """one accumulator a query"""
     scores = torch.zeros(q.shape[0], N, dtype=q.dtype, device=q.device)
     scores.index_add_(1, c.rows, q[:, c.cols] * c.vals)
     return scores.topk(K, dim=1)
@@ -26,21 +22,18 @@ def index_add_in_place_over_batch(c, q):
 
 @scoring()
 def index_add_documents_first(c, q):
-    """[N, B] accumulator, transposed at the end"""
     contributions = q.T[c.cols] * c.vals[:, None]
     return torch.zeros(N, q.size(0)).index_add_(0, c.rows, contributions).T
 
 
 @scoring(batch=False)
 def put_accumulate(c, q):
-    """put_ with accumulate"""
     scores = q.new_zeros(N)
     return scores.put_(c.rows, c.vals * q.index_select(0, c.cols), accumulate=True)
 
 
 @scoring(batch=False)
 def index_put_accumulate(c, q):
-    """index_put_ with accumulate"""
     scores = torch.zeros(N)
     scores.index_put_((c.rows,), c.vals * q.index_select(0, c.cols), accumulate=True)
     return torch.topk(scores, k=K)
@@ -64,25 +57,21 @@ def scatter_add_in_place_int32(c, q):
 
 @scoring(batch=False)
 def scatter_reduce_sum(c, q):
-    """scatter_reduce(reduce="sum")"""
     return torch.zeros(N).scatter_reduce(0, c.rows, c.vals * q[c.cols], reduce="sum")
 
 
 @scoring("maybe", "the size of a bincount is data: the graph breaks there by default", batch=False)
 def weighted_bincount(c, q):
-    """bincount(weights=...)"""
     return torch.bincount(c.rows, weights=q[c.cols] * c.vals, minlength=N)[:N].float()
 
 
 @scoring(batch=False)
 def segments_by_length(c, q):
-    """segment_reduce(lengths=...)"""
     return torch.segment_reduce(q[c.cols] * c.vals, "sum", lengths=c.lengths)
 
 
 @scoring()
 def segments_by_offset_documents_first(c, q):
-    """segment_reduce(offsets=...) of [nnz, B]"""
     products = q.t()[c.cols] * c.vals.unsqueeze(1)
     return torch.segment_reduce(products, "sum", offsets=c.offsets, axis=0).t().topk(K)
 
@@ -108,7 +97,6 @@ def bag_of_a_batch(c, q):
 
 @scoring()
 def bag_of_padded_documents(c, q):
-    """embedding_bag with 2-D ids"""
     return F.embedding_bag(c.ids, q.t(), mode="sum", per_sample_weights=c.values).t()
 
 
@@ -227,7 +215,6 @@ def accumulator_of_the_querys_type(c, q):
 
 @scoring()
 def accumulator_shaped_by_query(c, q):
-    """zeros(B * N).view(B, N)"""
     scores = torch.zeros(B * N).view(B, N)
     scores.index_add_(1, c.rows, q[:, c.cols] * c.vals)
     return torch.topk(scores, K)

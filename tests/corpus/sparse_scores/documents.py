@@ -5,27 +5,28 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from corpus.sparse_scores.registry import K, N, V, scoring
-
-BOTH = (False, True)
+from corpus.case import each
+from corpus.sparse_scores.registry import BOTH, K, N, V, scoring
 
 
 @scoring(batch=False, modes=BOTH)
 def one_query_indexed(c, q):
-    """q[ids] * values, summed"""
     return (q[c.ids] * c.values).sum(-1)
 
 
-@scoring(modes=BOTH)
-def batch_indexed_with_ellipsis(c, q):
-    """q[..., ids]"""
-    return torch.sum(q[..., c.ids] * c.values, dim=2)
+each(
+    scoring(modes=BOTH),
+    batch_indexed_with_ellipsis=lambda c, q: torch.sum(q[..., c.ids] * c.values, dim=2),
+    einsum_of_one=lambda c, q: torch.einsum("bnl->nb", q[:, c.ids] * c.values),
+)
 
 
-@scoring(batch=False)
-def one_query_take_then_dot(c, q):
-    """torch.take and an einsum"""
-    return torch.einsum("nl,nl->n", torch.take(q, c.ids), c.values)
+each(
+    scoring(batch=False),
+    one_query_take_then_dot=lambda c, q: torch.einsum("nl,nl->n", torch.take(q, c.ids), c.values),
+    masked_sum=lambda c, q: (q[c.ids] * c.values * c.mask).sum(dim=-1),
+    vecdot=lambda c, q: torch.linalg.vecdot(q[c.ids], c.values, dim=-1),
+)
 
 
 @scoring()
@@ -57,39 +58,23 @@ def batch_gather_expanded(c, q):
 
 @scoring()
 def embedding_of_the_transposed_query(c, q):
-    """F.embedding with the queries as the table"""
     return (F.embedding(c.ids, q.t()) * c.values.unsqueeze(-1)).sum(1).t()
-
-
-@scoring(batch=False)
-def masked_sum(c, q):
-    """a mask beside zero-padded ids"""
-    return (q[c.ids] * c.values * c.mask).sum(dim=-1)
 
 
 @scoring()
 def products_filled_with_zero(c, q):
-    """masked_fill(~mask, 0)"""
     return (q[:, c.ids] * c.values).masked_fill(~c.mask, 0.0).sum(-1)
 
 
 @scoring(batch=False)
 def products_selected(c, q):
-    """torch.where(mask, product, 0)"""
     products = c.values * q[c.ids]
     return torch.where(c.mask, products, torch.zeros_like(products)).sum(-1)
 
 
 @scoring(batch=False)
 def row_times_column(c, q):
-    """bmm of [N, 1, L] and [N, L, 1]"""
     return torch.bmm(q[c.ids].unsqueeze(1), c.values.unsqueeze(2)).squeeze(2).squeeze(1)
-
-
-@scoring(batch=False)
-def vecdot(c, q):
-    """torch.linalg.vecdot"""
-    return torch.linalg.vecdot(q[c.ids], c.values, dim=-1)
 
 
 @scoring(batch=False, index=torch.int32)
@@ -101,7 +86,6 @@ def int32_ids_cast(c, q):
 
 @scoring(dtype=torch.float16, precision=torch.float16)
 def half_values_float_scores(c, q):
-    """half storage, float arithmetic"""
     return (q.float()[:, c.ids] * c.values.float()).sum(-1)
 
 
@@ -120,7 +104,6 @@ def log_saturation_of_the_query(c, q):
 
 @scoring()
 def sorted_and_cut(c, q):
-    """a full sort where top-k is meant"""
     scores = (q[:, c.ids] * c.values).sum(-1)
     best, order = scores.sort(dim=-1, descending=True)
     return best[:, :K], order[:, :K]
@@ -158,12 +141,6 @@ def best_documents_first_and_viewed(c, q):
     """the best of each column, end to end"""
     best = torch.einsum("bnl,nl->nb", q[:, c.ids], c.values).topk(K, dim=0)
     return best.values.view(-1), best.indices.view(-1)
-
-
-@scoring(modes=BOTH)
-def einsum_of_one(c, q):
-    """the sum as an einsum, documents first"""
-    return torch.einsum("bnl->nb", q[:, c.ids] * c.values)
 
 
 @scoring(modes=BOTH, groups=True)

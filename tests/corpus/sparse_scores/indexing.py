@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from corpus.sparse_scores.registry import TRAIN, B, K, N, scoring
-
-BOTH = (False, True)
+from corpus.sparse_scores.registry import BOTH, TRAIN, B, K, N, scoring
 
 
 @scoring(modes=BOTH)
@@ -51,19 +49,16 @@ def rows_repeated_as_a_column(c, q):
 
 @scoring(modes=BOTH, rewrites=B)
 def query_by_number(c, q):
-    """q[i, ids]"""
     return torch.stack([(q[i, c.ids] * c.values).sum(-1) for i in range(B)])
 
 
 @scoring()
 def some_queries(c, q):
-    """q[1:, ids]"""
     return (q[1:, c.ids] * c.values).sum(-1).topk(K)
 
 
 @scoring(modes=BOTH)
 def assigned_where_padded(c, q):
-    """x[:, ~mask] = 0 instead of masked_fill"""
     products = q[:, c.ids] * c.values
     products[:, ~c.mask] = 0
     return products.sum(-1)
@@ -71,7 +66,6 @@ def assigned_where_padded(c, q):
 
 @scoring("no_rewrite", "part of the contributions", at="products[:, c.lengths < 2] = 0")
 def assigned_by_document(c, q):
-    """x[:, short] = 0"""
     products = q[:, c.ids] * c.values
     products[:, c.lengths < 2] = 0
     return products.sum(-1)
@@ -85,7 +79,6 @@ def einsum_that_only_multiplies(c, q):
 
 @scoring(modes=BOTH)
 def emptied_in_the_same_line(c, q):
-    """empty(...).zero_().index_add_(...)"""
     return q.new_empty(B, N).zero_().index_add_(1, c.rows, q[:, c.cols] * c.vals)
 
 
@@ -100,7 +93,6 @@ def emptied_under_two_names(c, q):
 
 @scoring("no_rewrite", "does not start at zero", at=".fill_(1.0).index_add_(")
 def filled_with_one(c, q):
-    """empty(...).fill_(1).index_add_(...)"""
     return q.new_empty(B, N).fill_(1.0).index_add_(1, c.rows, q[:, c.cols] * c.vals)
 
 

@@ -7,12 +7,9 @@ import torch.nn.functional as F
 
 from corpus.sparse_scores.registry import B, K, N, scoring
 
-BOTH = (False, True)
-
 
 @scoring()
 def batch_index_put(c, q):
-    """index_put_ with both coordinates"""
     scores = torch.zeros(q.size(0), N)
     who = torch.arange(q.size(0)).unsqueeze(1)
     scores.index_put_((who, c.rows.unsqueeze(0)), q[:, c.cols] * c.vals, accumulate=True)
@@ -21,7 +18,6 @@ def batch_index_put(c, q):
 
 @scoring()
 def gather_in_three_axes(c, q):
-    """everything expanded to [B, N, L] or [B, N, V]"""
     wide = q.unsqueeze(1).expand(-1, N, -1)
     picked = wide.gather(2, c.ids.unsqueeze(0).expand(q.size(0), -1, -1))
     return torch.sum(picked * c.values.unsqueeze(0), dim=-1).topk(K).values
@@ -35,7 +31,6 @@ def take_along_dim(c, q):
 
 @scoring(rewrites=B)
 def query_by_query(c, q):
-    """a loop over the queries, stacked"""
     return torch.stack([(q[i][c.ids] * c.values).sum(-1) for i in range(B)])
 
 
@@ -48,7 +43,6 @@ def document_blocks(c, q):
 
 @scoring(batch=False)
 def multiplied_in_place(c, q):
-    """mul_ on the gathered weights"""
     picked = q[c.ids]
     picked.mul_(c.values)
     return picked.sum(-1)
@@ -81,19 +75,16 @@ def binary_documents(c, q):
 
 @scoring(batch=False)
 def scaled_index_add(c, q):
-    """alpha"""
     return torch.zeros(N).index_add_(0, c.rows, q[c.cols] * c.vals, alpha=0.5)
 
 
 @scoring(batch=False)
 def scatter_with_reduce(c, q):
-    """scatter(reduce="add")"""
     return torch.zeros(N).scatter(0, c.rows, q[c.cols] * c.vals, reduce="add")
 
 
 @scoring()
 def rows_repeated(c, q):
-    """rows.repeat instead of expand"""
     contributions = q.index_select(-1, c.cols) * c.vals
     return q.new_zeros(q.shape[0], N).scatter_add_(-1, c.rows.repeat(q.shape[0], 1), contributions)
 
@@ -110,13 +101,11 @@ def empty_then_zero(c, q):
 
 @scoring(batch=False)
 def best_document(c, q):
-    """argmax"""
     return (q[c.ids] * c.values).sum(-1).argmax()
 
 
 @scoring()
 def ranked_ids(c, q):
-    """argsort, cut"""
     return (q[:, c.ids] * c.values).sum(-1).argsort(dim=-1, descending=True)[:, :K]
 
 
@@ -136,7 +125,6 @@ def filtered_then_topk(c, q):
 
 @scoring(precision=torch.bfloat16, autocast=torch.bfloat16)
 def einsum_under_autocast(c, q):
-    """mixed precision"""
     return torch.einsum("bnl,nl->bn", q[:, c.ids], c.values)
 
 
@@ -148,7 +136,6 @@ def distillation(c, q):
 
 @scoring(dtype=torch.bfloat16, precision=torch.bfloat16)
 def bfloat16_documents(c, q):
-    """everything in bfloat16"""
     return (q[:, c.ids] * c.values).sum(-1)
 
 
@@ -164,7 +151,6 @@ def postings_end_to_end(c, terms, weights):
 
 @scoring(terms=True, batch=False)
 def postings_by_index_put(c, terms, weights):
-    """index_put_ of two-dimensional postings"""
     scores = torch.zeros(N)
     impacts = c.post.index_select(0, terms) * weights.unsqueeze(1)
     return scores.index_put_((c.docs.index_select(0, terms),), impacts, accumulate=True)

@@ -11,7 +11,6 @@ from corpus.sparse_scores.registry import INFER, TRAIN, B, L, N, V, program, sco
 
 @scoring("no_rewrite", "largest contribution is no sum", batch=False, at=".amax(-1)")
 def best_term(c, q):
-    """max instead of sum"""
     return (q[c.ids] * c.values).amax(-1)
 
 
@@ -44,7 +43,6 @@ def contributions_returned(c, q):
 
 @scoring("no_rewrite", "only sums are inner products", batch=False, at='reduce="amax"')
 def scatter_max(c, q):
-    """scatter_reduce(amax)"""
     return torch.zeros(N).scatter_reduce(0, c.rows, q[c.cols] * c.vals, reduce="amax")
 
 
@@ -56,14 +54,12 @@ def document_lengths(c, q):
 
 @scoring("no_rewrite", "start at 1.0", batch=False, at="torch.segment_reduce(")
 def segments_with_a_start(c, q):
-    """segment_reduce(initial=1)"""
     products = q[c.cols] * c.vals
     return torch.segment_reduce(products, "sum", lengths=c.lengths, initial=1.0, unsafe=True)
 
 
 @scoring("no_rewrite", "'mean', not added up", batch=False, at="torch.segment_reduce(")
 def mean_contribution(c, q):
-    """segment_reduce(mean)"""
     return torch.segment_reduce(q[c.cols] * c.vals, "mean", lengths=c.lengths, unsafe=True)
 
 
@@ -213,13 +209,11 @@ def weights_of_each_group(c, q):
 
 @scoring("no_rewrite", "queries on several axes", groups=True, at='"abnl,nl->ban"')
 def groups_that_change_places(c, q):
-    """abnl,nl->ban"""
     return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values)
 
 
 @scoring("no_rewrite", "the queries of a group are added up", groups=True)
 def groups_added_up(c, q):
-    """a sum over the queries as well"""
     return (q[..., c.ids] * c.values).sum((1, 3))
 
 

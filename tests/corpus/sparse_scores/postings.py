@@ -65,7 +65,6 @@ def addressed_by_another_query(c, terms, weights):
 
 @scoring(terms=True, batch=False)
 def put_into_place(c, terms, weights):
-    """put_ with accumulate"""
     impacts = c.post[terms] * weights[:, None]
     return torch.zeros(N).put_(c.docs[terms], impacts, accumulate=True).topk(K)
 

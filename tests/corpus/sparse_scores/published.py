@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus.sparse_scores.registry import GROUP, INFER, TRAIN, program
+from corpus.sparse_scores.registry import INFER, TRAIN, function, program
 
 N, V, Q, K, T = 30, 20, 3, 5, 8
 
@@ -48,7 +48,7 @@ def padded_terms() -> tuple[Tensor, Tensor]:
 
 
 class Index(nn.Module):
-    """Postings (indptr, docs, vals), rows (crow, terms, dvals, row) and padded rows (ids, weights) of one matrix."""
+    """Postings (indptr, docs, vals), rows (terms, dvals, row) and padded rows (ids, weights) of one matrix."""
 
     def __init__(self, score: Callable[..., Any]):
         super().__init__()
@@ -60,7 +60,6 @@ class Index(nn.Module):
             "indptr": by_term.crow_indices(),
             "docs": by_term.col_indices(),
             "vals": by_term.values(),
-            "crow": by_row.crow_indices(),
             "terms": by_row.col_indices(),
             "dvals": by_row.values(),
             "row": torch.repeat_interleave(torch.arange(N), by_row.crow_indices().diff()),
@@ -79,18 +78,10 @@ class Index(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         return self.score(self, *inputs)
 
-    def csr(self) -> Tensor:
-        return torch.sparse_csr_tensor(self.crow, self.terms, self.dvals, (N, V))
 
-
-def case(source: str, inputs: Callable[[], tuple], **fields: Any) -> Callable[[Callable], Callable]:
+def case(inputs: Callable[[], tuple], **fields: Any) -> Callable[[Callable], Callable]:
     """Register `score(index, *inputs)`."""
-
-    def register(score: Callable) -> Callable:
-        GROUP.add(score.__name__, source, lambda: (Index(score), inputs()), **fields)
-        return score
-
-    return register
+    return function(lambda score: (Index(score), inputs()), modes=INFER, **fields)
 
 
 def _lists(s: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +92,9 @@ def _lists(s: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
     return positions, at < length.unsqueeze(-1)
 
 
-@case("GPUSparse batched scatter-add; BM25S padded scorer", padded_terms)
+@case(padded_terms)
 def padded_scatter_add_end_to_end(s, ids, w):
+    """GPUSparse batched scatter-add; BM25S padded scorer"""
     positions, real = _lists(s, ids)
     real = real & (w.unsqueeze(-1) > 0)
     parts = torch.where(real, s.vals[positions] * w.unsqueeze(-1), 0.0)
@@ -111,54 +103,60 @@ def padded_scatter_add_end_to_end(s, ids, w):
     return acc.view(ids.size(0), N).topk(K, dim=1)
 
 
-@case("the same with one row a query", padded_terms)
+@case(padded_terms)
 def padded_scatter_add_by_row(s, ids, w):
+    """the same with one row a query"""
     positions, real = _lists(s, ids)
     parts = (s.vals[positions] * w.unsqueeze(-1) * real).flatten(1)
     rows = s.docs[positions].flatten(1)
     return torch.zeros(ids.size(0), N).scatter_add(1, rows, parts).topk(K, dim=1)
 
 
-@case("thongnt99/lsr utils/sparse_rep.py (cross_dot)", batch)
+@case(batch)
 def lsr_cross_dot(s, q):
+    """thongnt99/lsr utils/sparse_rep.py (cross_dot)"""
     picked = q.gather(1, s.ids.view(1, -1).expand(q.size(0), -1)).view(q.size(0), N, -1)
     return s.weights.unsqueeze(-2).bmm(picked.permute(1, 2, 0)).squeeze(1)
 
 
-@case("einsum with an ellipsis for whatever comes first", batch)
+@case(batch)
 def padded_rows_einsum_ellipsis(s, q):
+    """einsum with an ellipsis for whatever comes first"""
     return torch.einsum("...nl,nl->...n", q[..., s.ids], s.weights)
 
 
-@case("two-step SPLADE: candidates of one query are scored again", one_query)
+@case(one_query)
 def candidates_again(s, q):
+    """two-step SPLADE: candidates of one query are scored again"""
     some = torch.tensor([3, 7, 1, 20, 11])
     return (q[s.ids[some]] * s.weights[some]).sum(-1).topk(3)
 
 
-@case("queries kept as counts of terms", lambda: ((queries() * 10).to(torch.int32),))
+@case(lambda: ((queries() * 10).to(torch.int32),))
 def counted_terms(s, q):
     return (q[:, s.ids].float() * s.weights).sum(-1).topk(K)
 
 
-@case("index_add_ with sizes that change", one_query, dynamic=True)
+@case(one_query, dynamic=True)
 def index_add_dynamic(s, q):
     return torch.zeros(N).index_add_(0, s.row, q[s.terms] * s.dvals).topk(K)
 
 
-@case("fp16 values", one_query, precision=torch.float16)
+@case(one_query, precision=torch.float16)
 def half_values(s, q):
     values = s.dvals.half().to(q.dtype)
     return torch.zeros(N).index_add_(0, s.row, q[s.terms] * values).topk(K)
 
 
-@case("BM25S: the scores of postings are computed beforehand, and only added up", padded_terms)
+@case(padded_terms)
 def postings_of_weight_one(s, ids, w):
+    """BM25S: the scores of postings are computed beforehand, and only added up"""
     return torch.zeros(Q, N + 1).scatter_add_(1, s.pdocs[ids].flatten(1), s.pvals[ids].flatten(1))
 
 
-@case("postings looked up for all queries at once", padded_terms)
+@case(padded_terms)
 def postings_looked_up_flat(s, ids, w):
+    """postings looked up for all queries at once"""
     docs = s.pdocs.index_select(0, ids.view(-1)).view(Q, -1)
     parts = s.pvals.index_select(0, ids.view(-1)).view(Q, T, -1) * w.unsqueeze(-1)
     acc = torch.zeros(Q, N + 1).scatter_add_(1, docs, parts.view(Q, -1))
@@ -168,58 +166,37 @@ def postings_looked_up_flat(s, ids, w):
 never = functools.partial(case, expect="no_rewrite")
 
 
-@never(
-    "a row more than queries",
-    padded_terms,
-    why="rows that belong to no query",
-    at="acc.scatter_add_(",
-)
+@never(padded_terms, why="rows that belong to no query", at="acc.scatter_add_(")
 def postings_and_a_row_to_spare(s, ids, w):
+    """a row more than queries"""
     acc = torch.zeros(Q + 1, N + 1)
     return acc.scatter_add_(1, s.pdocs[ids].flatten(1), (s.pvals[ids] * w[..., None]).flatten(1))
 
 
-@never(
-    "a row more than queries", batch, why="rows that belong to no query", at="scatter_add_(1, rows"
-)
+@never(batch, why="rows that belong to no query", at="scatter_add_(1, rows")
 def scatter_and_a_row_to_spare(s, q):
+    """a row more than queries"""
     rows = s.row.expand(Q, -1)
     return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
 
 
-@never(
-    "8-bit products",
-    lambda: ((queries() * 255).byte(),),
-    why="the products are torch.uint8",
-    at="q[:, s.ids]",
-)
+@never(lambda: ((queries() * 255).byte(),), why="the products are torch.uint8", at="q[:, s.ids]")
 def products_of_eight_bits(s, q):
     return (q[:, s.ids] * (s.weights * 255).byte()).float().sum(-1)
 
 
-@never(
-    "a selection of edges",
-    lambda: (torch.arange(0, 40, 2),),
-    why="no document weights",
-    at="index_add_(",
-)
+@never(lambda: (torch.arange(0, 40, 2),), why="no document weights", at="index_add_(")
 def weights_of_some_edges(s, some):
+    """a selection of edges"""
     return torch.zeros(N).index_add_(0, s.row[some], s.dvals[some])
 
 
 MAYBE = "data-dependent sizes or slices break the graph"
 
 
-@case("ieeta-pt/SPARe backend_torch.py, term at a time", terms_of_one, expect="maybe", why=MAYBE)
-def spare_term_at_a_time(s, ids, w):
-    acc = torch.zeros(N)
-    for i, (a, b) in enumerate(zip(s.indptr[ids], s.indptr[ids + 1])):
-        acc.index_add_(0, s.docs[a:b], s.vals[a:b] * w[i])
-    return torch.topk(acc, k=K, dim=0)
-
-
-@case("BM25 scorer with constant terms", terms_of_one, expect="maybe", why="the query is constant")
+@case(terms_of_one, expect="maybe", why="the query is constant")
 def term_at_a_time_constants(s, ids, w):
+    """BM25 scorer with constant terms"""
     acc = torch.zeros(N)
     for term, weight in ((3, 0.5), (7, 0.2), (11, 0.9)):
         a, b = s.starts[term], s.starts[term + 1]
@@ -227,8 +204,9 @@ def term_at_a_time_constants(s, ids, w):
     return acc.topk(K)
 
 
-@case("BM25S on a GPU, compacted by a mask", padded_terms, expect="maybe", why=MAYBE)
+@case(padded_terms, expect="maybe", why=MAYBE)
 def compacted_by_mask(s, ids, w):
+    """BM25S on a GPU, compacted by a mask"""
     start, length = s.indptr[ids], s.indptr[ids + 1] - s.indptr[ids]
     at = torch.arange(s.longest).view(1, 1, -1)
     real = at < length.unsqueeze(-1)
@@ -241,36 +219,28 @@ def compacted_by_mask(s, ids, w):
     return acc.view(-1, N).topk(K, 1)
 
 
-@case(
-    "lsr sparse-sparse equality join", padded_terms, expect="maybe", why="a maximum over duplicates"
-)
+@case(padded_terms, expect="maybe", why="a maximum over duplicates")
 def equality_join(s, ids, w):
+    """lsr sparse-sparse equality join"""
     same = (ids[:, None, :, None] == s.ids[None, :, None, :]).to(w.dtype)
     products = same * (w[:, None, :, None] * s.weights[None, :, None, :])
     return products.max(-1).values.sum(-1).topk(K, dim=1)
 
 
-SPARSE = "sparse layouts never reach a graph"
-
-
-@case("torch.sparse.mm(csr, Q^T)", batch, expect="maybe", why=SPARSE)
-def sparse_mm(s, q):
-    return torch.sparse.mm(s.csr(), q.t()).t().topk(K, dim=1)
-
-
-@never("dense retrieval", batch, why="a dense product")
+@never(batch, why="a dense product")
 def dense_product(s, q):
     return (q @ s.dense.t()).topk(K, dim=1)
 
 
-@never("mixture of experts", lambda: (torch.randn(6, 4),), why="rows of activations")
+@never(lambda: (torch.randn(6, 4),), why="rows of activations")
 def activations_combined(s, x):
     tokens = torch.tensor([0, 1, 2, 0, 5, 3])
     return torch.zeros(6, 4).index_add_(0, tokens, x * s.dvals[:6, None])
 
 
-@case("BM25 by the book", one_query, expect="maybe", why="no weight times query")
+@case(one_query, expect="maybe", why="no weight times query")
 def saturated_inside(s, q):
+    """BM25 by the book"""
     parts = s.vals * 2.2 / (s.vals + q[:1].abs() + s.docs)
     return torch.zeros(N).index_add_(0, s.docs, parts).topk(K)
 
@@ -299,6 +269,7 @@ def _features() -> tuple[Tensor]:
     return (torch.rand(N, T, generator=torch.Generator().manual_seed(3)),)
 
 
+@program(modes=INFER)
 @program("no_rewrite", "padding_idx keeps the gradient", TRAIN, at="self.weight(self.ids)")
 def embedding_with_padding_idx():
     """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
@@ -309,12 +280,6 @@ def embedding_with_padding_idx():
 def embedding_with_scale_grad_by_freq():
     """recsys: linear part of DeepFM, xDeepFM, wide & deep"""
     return Biases(scale_grad_by_freq=True), _features()
-
-
-@program(modes=INFER)
-def embedding_with_padding_idx_served():
-    """padding_idx is about gradients alone"""
-    return Biases(padding_idx=0), _features()
 
 
 @program()

@@ -6,25 +6,3 @@ over the sequence, and nothing else that reads the logits. `maybe` leaves the de
 functions that are not monotone too: an operator that evaluates them per token is exact, one that
 takes the maximum first is not, and the numbers tell. `no_rewrite` has no such program.
 """
-
-from corpus.splade_head import (
-    encoders,
-    gates,
-    masks,
-    near_misses,
-    precision,
-    projections,
-    published,
-    reductions,
-)
-
-__all__ = [
-    "encoders",
-    "gates",
-    "masks",
-    "near_misses",
-    "precision",
-    "projections",
-    "published",
-    "reductions",
-]

@@ -68,13 +68,6 @@ def opensearch_inference_free(self, h, attention_mask, query_ids):
     return (bag * self.idf) @ documents.t()
 
 
-@encoder(modes=INFER)
-def elser_quantised(self, h, attention_mask):
-    """ELSER-like serving: weights rounded to integers after the pooling."""
-    pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
-    return (pooled * 100).round().to(torch.int32)
-
-
 @encoder(inputs=(lambda: {"hidden_states": hidden(), "attention_mask": mask()},))
 def text_embeddings_server(self, batch):
     """A Python port of a Rust server: (1 + relu).log(), mask broadcast, max over dim 1."""
@@ -225,22 +218,6 @@ def transformer_encoder_in_front():
         def forward(self, h, attention_mask):
             h = self.encoder(h, src_key_padding_mask=attention_mask == 0)
             return (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(), (hidden(), mask())
-
-
-@program()
-def output_tuple_of_a_model():
-    """The masked-LM output travels through a dict and a tuple before it is pooled."""
-
-    class Model(Vocabulary):
-        def lm(self, h):
-            return {"loss": None, "logits": self.decoder(h), "hidden_states": (h,)}
-
-        def forward(self, h, attention_mask):
-            outputs = tuple(v for v in self.lm(h).values() if v is not None)
-            weights = torch.log1p(torch.relu(outputs[0]))
-            return torch.max(weights * attention_mask.unsqueeze(-1), dim=1).values.squeeze()
 
     return Model(), (hidden(), mask())
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     B,
@@ -16,6 +17,7 @@ from corpus.splade_head.registry import (
     hidden,
     ids,
     mask,
+    masked,
     tokens,
 )
 
@@ -30,18 +32,17 @@ def logical_not_finfo_min(logits, mask):
     return torch.log1p(torch.relu(logits.amax(dim=1)))
 
 
-@head()
-def eq_zero_fill_zero(logits, mask):
-    """mask.eq(0), filled with 0 after the activation."""
-    return tokens(logits).masked_fill(mask.eq(0).unsqueeze(-1), 0).max(dim=1).values
-
-
-@head()
-def fill_in_place_after_log(logits, mask):
-    """masked_fill_ on the activations, for memory."""
-    weights = tokens(logits)
-    weights.masked_fill_((mask != 1)[:, :, None], 0.0)
-    return weights.max(1)[0]
+each(
+    masked(),
+    eq_zero_fill_zero=lambda w, mask: w.masked_fill(mask.eq(0).unsqueeze(-1), 0),
+    # for memory
+    fill_in_place_after_log=lambda w, mask: w.masked_fill_((mask != 1)[:, :, None], 0.0),
+    where_with_scalar=lambda w, mask: torch.where(mask.unsqueeze(2) > 0, w, 0.0),
+    where_swapped=lambda w, mask: torch.where(mask.unsqueeze(-1) == 0, torch.zeros_like(w), w),
+    repeat_over_vocabulary=lambda w, mask: w * mask.unsqueeze(-1).repeat(1, 1, w.shape[-1]),
+    # sentence-transformers' mean pooling idiom
+    expand_as_logits=lambda w, mask: w * mask.unsqueeze(-1).expand(w.size()).float(),
+)
 
 
 @head()
@@ -60,7 +61,6 @@ def extended_attention_mask(logits, mask):
 
 @head()
 def subtract_penalty(logits, mask):
-    """logits - (1 - mask) * 1e4, max first."""
     best = (logits - (1 - mask).unsqueeze(-1) * 1e4).max(dim=1).values
     return best.relu().log1p()
 
@@ -81,12 +81,6 @@ def four_dimensional_mask(self, h, extended):
 
 
 @head()
-def where_with_scalar(logits, mask):
-    """torch.where(keep, x, 0.0) on the activations."""
-    return torch.where(mask.unsqueeze(2) > 0, tokens(logits), 0.0).amax(1)
-
-
-@head()
 def where_with_tensor(logits, mask):
     """torch.where with a 0-dim tensor made on the spot."""
     kept = torch.where(mask.unsqueeze(-1) == 1, logits, torch.tensor(-INF))
@@ -94,15 +88,7 @@ def where_with_tensor(logits, mask):
 
 
 @head()
-def where_swapped(logits, mask):
-    """torch.where(drop, 0, x): the arguments the other way round."""
-    drop = mask.unsqueeze(-1) == 0
-    return torch.where(drop, torch.zeros_like(logits), tokens(logits)).max(1).values
-
-
-@head()
 def boolean_assignment(logits, mask):
-    """weights[mask == 0] = 0"""
     weights = tokens(logits)
     weights[mask == 0] = 0
     return weights.max(dim=1).values
@@ -125,30 +111,9 @@ def boolean_assignment_of_every_element(logits, mask):
 
 
 @head()
-def repeat_over_vocabulary(logits, mask):
-    """The mask repeated to the full size first."""
-    full = mask.unsqueeze(-1).repeat(1, 1, logits.shape[-1])
-    return (tokens(logits) * full).max(dim=1).values
-
-
-@head()
-def expand_as_logits(logits, mask):
-    """sentence-transformers' mean pooling idiom: expand(token_embeddings.size()).float()"""
-    expanded = mask.unsqueeze(-1).expand(logits.size()).float()
-    return (tokens(logits) * expanded).max(1)[0]
-
-
-@head()
 def expand_as_call(logits, mask):
-    """mask[..., None].expand_as(x)"""
     kept = torch.relu(logits) * mask[..., None].expand_as(logits)
     return torch.log1p(torch.max(kept, dim=1).values)
-
-
-@head(mask_dtype=torch.bool)
-def bool_mask_multiplied(logits, mask):
-    """A bool mask multiplied as it is."""
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head(mask_dtype=torch.float32)
@@ -178,7 +143,6 @@ def empty_sequence_clamped(logits, mask):
 
 @head()
 def no_mask(logits, mask):
-    """Queries of one length need no mask."""
     return torch.log(1.0 + torch.nn.functional.relu(logits)).max(dim=1).values
 
 
@@ -275,7 +239,6 @@ def index_fill_positions(logits, mask):
 
 @head("maybe", "slice assignment to some positions")
 def slice_assignment(logits, mask):
-    """weights[:, 0] = 0"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     weights[:, 0] = 0
     return weights.amax(1)
@@ -304,7 +267,6 @@ def idf_weighted_tokens(self, h, token_weight):
     parts={"neg_inf": lambda: nn.Buffer(torch.tensor(-1e4))},
 )
 def fill_value_in_a_buffer(self, h, mask):
-    """self.neg_inf as a registered buffer."""
     kept = torch.where(mask.unsqueeze(-1).bool(), self.decoder(h), self.neg_inf)
     return tokens(kept).amax(1)
 
@@ -312,7 +274,6 @@ def fill_value_in_a_buffer(self, h, mask):
 @head()
 @head(dynamic=True, prefix="any_size_")
 def mask_by_einsum(logits, mask):
-    """einsum('bsv,bs->bsv', ...)"""
     return torch.einsum("bsv,bs->bsv", tokens(logits), mask.to(logits.dtype)).amax(1)
 
 
@@ -322,30 +283,23 @@ def mask_by_einsum_that_turns(logits, mask):
     return tokens(torch.einsum("b s, b s v -> b v s", mask, logits).max(-1).values)
 
 
-@head(mask_dtype=torch.float32)
-def mask_by_einsum_with_an_axis_of_one(logits, mask):
-    """The mask is [B, S, 1], its last axis a letter of its own."""
-    return torch.einsum("bsv,bsk->bsv", tokens(logits), mask[..., None]).amax(1)
-
-
-@head(mask_dtype=torch.float32)
-def mask_by_einsum_with_ellipsis(logits, mask):
-    """'...v,...->...v'"""
-    return torch.einsum("...v,...->...v", tokens(logits), mask).amax(1)
+each(
+    masked(mask_dtype=torch.float32),
+    # its last axis is a letter of its own
+    mask_by_einsum_with_an_axis_of_one=lambda w, m: torch.einsum("bsv,bsk->bsv", w, m[..., None]),
+    mask_by_einsum_with_ellipsis=lambda w, m: torch.einsum("...v,...->...v", w, m),
+)
 
 
 def of_lengths(keep):
-    """Register a mask that `keep(positions, n)` makes of [S] and [B]."""
+    """Register a mask, expanded to all terms, that `keep(positions, n)` makes of [S] and lengths [B]."""
 
     def pool(self, h, n):
         logits = self.decoder(h)
         kept = keep(torch.arange(logits.size(1)), n).expand(logits.size(0), -1, logits.size(2))
         return (tokens(logits) * kept).amax(1)
 
-    pool.__name__, pool.__doc__ = (
-        keep.__name__,
-        "the mask is made of lengths, expanded to all terms",
-    )
+    pool.__name__ = keep.__name__
     encoder(inputs=(hidden, lambda: torch.tensor([7, 4, 2])))(pool)
     return keep
 
@@ -407,15 +361,10 @@ def nan_under_masked_fill(self, h, mask):
     return tokens(logits).max(dim=1).values
 
 
-@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask))
-def nan_under_multiplication(self, h, mask):
-    """NaN in the padding times a mask of 0 is NaN, and stays NaN."""
-    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@encoder(modes=INFER, inputs=(lambda: _states_with(INF), mask))
-def infinity_under_multiplication(self, h, mask):
-    """inf * 0 is NaN after the activation, where the logit was positive."""
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask), prefix="nan_")
+@encoder(modes=INFER, inputs=(lambda: _states_with(INF), mask), prefix="infinity_")
+def under_multiplication(self, h, mask):
+    """NaN in the padding times a mask of 0 is NaN; so is inf * 0 where the logit was positive."""
     return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
@@ -439,7 +388,6 @@ def nan_under_threshold(self, h):
 
 @encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
 def nan_under_fill_of_negatives(self, h):
-    """x.masked_fill(x < 0, 0) keeps NaN."""
     logits = self.decoder(h)
     return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     TRAIN,
@@ -15,6 +16,7 @@ from corpus.splade_head.registry import (
     D,
     S,
     V,
+    activated,
     encoder,
     formula,
     hidden,
@@ -27,6 +29,7 @@ from corpus.splade_head.registry import head as any_head
 
 head = functools.partial(any_head, "no_rewrite")
 maybe = functools.partial(any_head, "maybe")
+miss = functools.partial(encoder, "no_rewrite")
 
 
 class Half(torch.autograd.Function):
@@ -49,7 +52,6 @@ def softmax_over_vocabulary(logits, mask):
 
 @head("log_softmax", at="F.log_softmax(logits")
 def log_softmax_over_vocabulary(logits, mask):
-    """relu(log_softmax + 5)"""
     return (tokens(F.log_softmax(logits, dim=-1) + 5) * mask.unsqueeze(-1)).amax(dim=1)
 
 
@@ -61,27 +63,23 @@ def softmax_over_sequence(logits, mask):
 
 @head("layer_norm", at="F.layer_norm(logits")
 def layer_norm_on_logits(logits, mask):
-    """F.layer_norm(logits, (V,))"""
     logits = F.layer_norm(logits, logits.shape[-1:])
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head("mean", at="logits.mean(dim=-1")
 def centred_over_vocabulary(logits, mask):
-    """logits - logits.mean(-1)"""
     centred = logits - logits.mean(dim=-1, keepdim=True)
     return (tokens(centred) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head("also read by mean", at="logits.mean(dim=1")
 def centred_over_sequence(logits, mask):
-    """logits - logits.mean(1)"""
     return tokens(logits - logits.mean(dim=1, keepdim=True)).amax(dim=1)
 
 
 @head("normalize", at="F.normalize(tokens(logits)")
 def tokens_normalised(logits, mask):
-    """F.normalize of every token before the max."""
     return (F.normalize(tokens(logits), dim=-1) * mask.unsqueeze(-1)).max(dim=1).values
 
 
@@ -111,13 +109,7 @@ def token_saliency_too(logits, mask):
     return weights.amax(dim=1), weights.amax(dim=2)
 
 
-@encoder(
-    "no_rewrite",
-    "also read by cross_entropy",
-    TRAIN,
-    inputs=(hidden, mask, ids),
-    at="F.cross_entropy(",
-)
+@miss("also read by cross_entropy", TRAIN, inputs=(hidden, mask, ids), at="F.cross_entropy(")
 def mlm_loss_on_the_same_logits(self, h, mask, labels):
     """CoCondenser-style: MLM loss and SPLADE pooling of one forward."""
     logits = self.decoder(h)
@@ -132,8 +124,7 @@ def hooked(hook):
     return decoder
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "also read by sum",
     INFER,
     parts={"decoder": lambda: hooked(lambda m, i, out: setattr(m, "last", out))},
@@ -145,8 +136,7 @@ def hook_keeps_logits(self, h, mask):
     return pooled, self.decoder.last.sum()
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "softmax",
     parts={"decoder": lambda: hooked(lambda m, i, out: out.softmax(dim=-1))},
     at="out.softmax(dim=-1)",
@@ -156,19 +146,7 @@ def hook_replaces_logits(self, h, mask):
     return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder("no_rewrite", "logits are also returned", INFER, at="self.last_logits =")
-def logits_kept_in_an_attribute(self, h, mask):
-    """self.last_logits = logits, for a debugger."""
-    self.last_logits = self.decoder(h)
-    return (tokens(self.last_logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@encoder(
-    "no_rewrite",
-    "differs by token and by output",
-    inputs=(hidden, mask, ids),
-    at="masked_fill(itself",
-)
+@miss("differs by token and by output", inputs=(hidden, mask, ids), at="masked_fill(itself")
 def mask_of_tokens_and_terms(self, h, mask, input_ids):
     """A copy mask: a token may not activate itself."""
     itself = F.one_hot(input_ids, V).bool()
@@ -176,20 +154,19 @@ def mask_of_tokens_and_terms(self, h, mask, input_ids):
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder(
-    "no_rewrite",
+@encoder("maybe", "needs a gradient", parts={"gate": lambda: nn.Linear(D, 1)}, prefix="narrow_")
+@miss(
     "two tensors that come from linears",
     parts={"gate": lambda: nn.Linear(D, V)},
     at="torch.sigmoid(self.gate(h))",
 )
-def gate_of_tokens_and_terms(self, h, mask):
-    """A second projection gates every logit."""
+def learned_gate(self, h, mask):
+    """A second projection gates every logit, or one of a number each token."""
     weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "maximum with a tensor",
     inputs=(hidden, mask, lambda: torch.sin(torch.arange(B * S * V).float()).view(B, S, V)),
     at="torch.maximum(self.decoder(h), prior)",
@@ -207,8 +184,7 @@ def mean_by_length(logits, mask):
     return weights.sum(dim=1) / mask.sum(dim=1, keepdim=True).sqrt()
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "weighted sum over the sequence",
     parts={"score": lambda: nn.Linear(D, 1)},
     at="torch.einsum(",
@@ -221,27 +197,18 @@ def attention_pooled(self, h, mask):
 
 @head("log-sum-exp", at="torch.logsumexp(")
 def temperature_logsumexp(logits, mask):
-    """t * logsumexp(x / t)"""
     logits = logits.masked_fill(mask.unsqueeze(-1) == 0, -1e4)
     return torch.log1p(torch.relu(0.1 * torch.logsumexp(logits / 0.1, dim=1)))
 
 
 @head("mean pooling", at=".mean(dim=1)")
 def power_mean(logits, mask):
-    """A power mean with p=2."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (weights.pow(2).mean(dim=1) + 1e-6).sqrt()
 
 
-@head("over the vocabulary", at="amax(dim=-1)")
-def max_over_vocabulary(logits, mask):
-    """Token salience: the strongest term of every token."""
-    return tokens(logits).amax(dim=-1) * mask
-
-
 @maybe("a second max over the vocabulary, which could follow the head")
 def max_over_both(logits, mask):
-    """One number a sequence."""
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=(1, 2))
 
 
@@ -253,19 +220,16 @@ def min_over_sequence(logits, mask):
 
 @head("median", at=".median(dim=1)")
 def median_over_sequence(logits, mask):
-    """A robust pooling."""
     return tokens(logits).median(dim=1).values
 
 
 @head("k-th smallest", at=".kthvalue(")
 def second_largest(logits, mask):
-    """kthvalue(S - 1)"""
     return (tokens(logits) * mask.unsqueeze(-1)).kthvalue(S - 1, dim=1).values
 
 
 @head("2 largest", at=".topk(2, dim=1)")
 def mean_of_top_two(logits, mask):
-    """topk(2, dim=1).values.mean(1)"""
     return (tokens(logits) * mask.unsqueeze(-1)).topk(2, dim=1).values.mean(dim=1)
 
 
@@ -283,16 +247,12 @@ def cumulative_maximum(logits, mask):
 
 @head("windows", at="F.max_pool1d(")
 def sliding_window_pool(logits, mask):
-    """max_pool1d of width 3, then the mean."""
     weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
     return F.max_pool1d(weights, kernel_size=3, stride=1).mean(dim=-1)
 
 
-@encoder(
-    "no_rewrite", "normalize", parts={"out": lambda: nn.Linear(V, 5)}, at="F.normalize(self.out("
-)
+@miss("normalize", parts={"out": lambda: nn.Linear(V, 5)}, at="F.normalize(self.out(")
 def projected_and_normalised(self, h, mask):
-    """Activations are projected and normalised before the max."""
     return F.normalize(self.out(tokens(self.decoder(h))), dim=-1).amax(dim=1)
 
 
@@ -302,12 +262,10 @@ def projected_and_normalised(self, h, mask):
     parts={"out": lambda: nn.Linear(V, 5)},
 )
 def projected_after_activation(self, h, mask):
-    """Activations are projected before the max."""
     return torch.relu(self.out(tokens(self.decoder(h)))).amax(dim=1)
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "batched",
     inputs=(hidden, mask, lambda: torch.tensor([2, 0, 3])),
     parts={"decoder": nn.Module, "heads": lambda: nn.Parameter(torch.randn(4, D, V))},
@@ -319,9 +277,8 @@ def weight_per_sequence(self, h, mask, language):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder("no_rewrite", "differs by token and by output", TRAIN, at="torch.log(-torch.log(uniform))")
+@miss("differs by token and by output", TRAIN, at="torch.log(-torch.log(uniform))")
 def gumbel_noise(self, h, mask):
-    """Gumbel noise for exploration."""
     logits = self.decoder(h)
     uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
     logits = logits - torch.log(-torch.log(uniform))
@@ -330,13 +287,11 @@ def gumbel_noise(self, h, mask):
 
 @head("dropout is active", TRAIN, at="F.dropout(logits")
 def dropout_on_logits(logits, mask):
-    """F.dropout(logits, 0.3)"""
     return (tokens(F.dropout(logits, 0.3, training=True)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head("batch_norm", TRAIN, at="F.batch_norm(")
 def batch_norm_on_logits(logits, mask):
-    """Batch norm over tokens, training mode."""
     flat = F.batch_norm(logits.flatten(0, 1), None, None, training=True)
     return (tokens(flat.view_as(logits)) * mask.unsqueeze(-1)).amax(dim=1)
 
@@ -371,7 +326,6 @@ def complex_logits(h, mask, real, imaginary):
 
 @head("differs by token and by output", TRAIN, at=".detach()")
 def straight_through(logits, mask):
-    """Binary weights with the gradient of the real ones."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (weights + ((weights > 0.5).float() - weights).detach()).amax(dim=1)
 
@@ -401,50 +355,22 @@ def words_summed_before_max(logits, mask):
 
 @head("two tensors that come from linears", at="logits[:, 1:] + logits[:, :-1]")
 def bigram_logits(logits, mask):
-    """logits[:, 1:] + logits[:, :-1]"""
     return tokens(logits[:, 1:] + logits[:, :-1]).amax(dim=1)
 
 
 @head("cumsum", at="logits.cumsum(dim=1)")
 def cumulative_logits(logits, mask):
-    """cumsum over the sequence."""
     return tokens(logits.cumsum(dim=1) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@maybe("the negative logits: exact per token, wrong with the max first")
-def negative_scale(logits, mask):
-    """relu(-logits)"""
-    return (tokens(-logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def absolute_value(logits, mask):
-    """log1p(|x|)"""
-    return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def square_without_relu(logits, mask):
-    """log1p(x ** 2)"""
-    return (torch.log1p(logits**2) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def cosine_activation(logits, mask):
-    """relu(cos(x))"""
-    return (tokens(torch.cos(logits)) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("not monotone: exact per token, wrong with the max first")
-def gelu_activation(logits, mask):
-    """gelu(x / 2), which has a minimum below zero."""
-    return (F.gelu(logits / 2) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("decreasing after the relu: exact per token, wrong with the max first")
-def inverted_activation(logits, mask):
-    """1 / (1 + relu(x))"""
-    return ((1.0 / (1.0 + torch.relu(logits))) * mask.unsqueeze(-1)).amax(dim=1)
+each(
+    activated("maybe", "not monotone, or falling: exact per token, wrong with the max first"),
+    negative_scale=lambda z: tokens(-z),
+    square_without_relu=lambda z: torch.log1p(z**2),
+    cosine_activation=lambda z: tokens(torch.cos(z)),
+    gelu_activation=lambda z: F.gelu(z / 2),
+    inverted_activation=lambda z: 1.0 / (1.0 + torch.relu(z)),
+)
 
 
 @maybe("a negative mask value turns the order round")
@@ -466,8 +392,7 @@ def learned_position_weights(logits, mask):
     return (tokens(logits) * decay[None, :, None] * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "a weight for its own term alone",
     inputs=(hidden, ids),
     parts={"weigh": lambda: nn.Linear(D, 1)},
@@ -480,8 +405,7 @@ def weights_of_own_terms(self, h, terms):
     return rows.max(dim=1).values
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "a number for all tokens (scale)",
     TRAIN,
     parts={"scale": lambda: nn.Parameter(torch.tensor(1.3))},
@@ -493,29 +417,15 @@ def learned_scale_of_activations(self, h, mask):
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder(
-    "no_rewrite",
-    "a per-token operand",
-    TRAIN,
-    parts={"importance": lambda: nn.Linear(D, 1)},
-    at="* matters)",
-)
+@miss("a per-token operand", TRAIN, parts={"importance": lambda: nn.Linear(D, 1)}, at="* matters)")
 def learned_importance_of_tokens(self, h, mask):
     """EPIC: how much a token matters comes from a linear of its own."""
     matters = torch.log1p(F.softplus(self.importance(h)))
     return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
 
 
-@encoder("maybe", "a gate that needs a gradient", parts={"gate": lambda: nn.Linear(D, 1)})
-def learned_gate(self, h, mask):
-    """A token gate multiplied after the activation; it is trained."""
-    weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
-    return (weights * mask.unsqueeze(-1)).amax(dim=1)
-
-
 @encoder("maybe", "the states change between matmul and max", INFER)
 def states_mutated_in_between(self, h, mask):
-    """h.mul_(0.5) after the decoder has read h."""
     states = h * 1.0
     logits = self.decoder(states)
     states.mul_(0.5)
@@ -524,7 +434,6 @@ def states_mutated_in_between(self, h, mask):
 
 @encoder("maybe", "the mask changes between product and max", INFER)
 def mask_mutated_in_between(self, h, mask):
-    """keep.zero_() after it was used."""
     keep = mask.clone()
     weights = tokens(self.decoder(h)) * keep.unsqueeze(-1)
     keep.zero_()
@@ -536,19 +445,6 @@ def weight_mutated_in_between(self, h, mask):
     """A moving average written back into the weight after the matmul."""
     logits = self.decoder(h)
     self.decoder.weight.mul_(0.9)
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@encoder(
-    "maybe",
-    "the input buffer itself is written to after the matmul",
-    INFER,
-    inputs=(lambda: hidden().detach(), mask),
-)
-def input_overwritten_in_between(self, h, mask):
-    """The caller's buffer is reused for the next request."""
-    logits = self.decoder(h)
-    h.zero_()
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
@@ -584,13 +480,11 @@ def other_weights_where_largest(logits, mask):
 
 @head("a sort keeps every position", at="torch.sort(")
 def second_of_a_sort(logits, mask):
-    """the second largest weight of every term"""
     return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1, descending=True).values[:, 1]
 
 
 @head("a norm over the sequence", at="vector_norm(")
 def norm_of_infinite_order(logits, mask):
-    """the largest absolute value over the sequence"""
     return torch.linalg.vector_norm(tokens(logits) * mask.unsqueeze(-1), float("inf"), dim=1)
 
 
@@ -602,8 +496,7 @@ def packed_sequences(logits, mask):
     return torch.zeros_like(logits[:, 0]).index_reduce(0, owner, weights, "amax")
 
 
-@encoder(
-    "no_rewrite",
+@miss(
     "mul spreads the values",
     inputs=(lambda: hidden(shape=(1, S, D)), mask),
     at="m.unsqueeze(-1)",
@@ -676,12 +569,10 @@ def stacked_backwards(logits, mask):
 
 @head("differs by token and by output", at="torch.einsum(")
 def einsum_of_tokens_and_terms(logits, mask):
-    """einsum with a full tensor"""
     noise = torch.linspace(0, 1, logits[0].numel()).view(logits.shape[1:])
     return torch.einsum("bsv,sv->bsv", tokens(logits), noise).amax(1)
 
 
 @head("weighted sum over the sequence", mask_dtype=torch.float32, at="torch.einsum(")
 def einsum_that_adds_up(logits, mask):
-    """'bsv,bs->bv'"""
     return torch.einsum("bsv,bs->bv", tokens(logits), mask)

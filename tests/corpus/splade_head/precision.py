@@ -23,7 +23,6 @@ BF16 = torch.bfloat16
 
 @head(dtype=BF16, precision=BF16)
 def bf16_model(logits, mask):
-    """Everything in bf16, the mask too."""
     return (tokens(logits) * mask.unsqueeze(-1).to(logits.dtype)).amax(dim=1)
 
 
@@ -43,7 +42,6 @@ def upcast_before_log(logits, mask):
 
 @head(dtype=BF16, precision=BF16)
 def upcast_after_the_max(logits, mask):
-    """The max in bf16, the log of [B, V] in fp32."""
     best = logits.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(logits.dtype).min).amax(dim=1)
     return torch.log1p(torch.relu(best.float()))
 
@@ -56,7 +54,6 @@ def float_mask_promotes(logits, mask):
 
 @head(dtype=BF16, precision=BF16)
 def downcast_result(logits, mask):
-    """Pooled in fp32, returned in the model's dtype."""
     pooled = (tokens(logits.float()) * mask.unsqueeze(-1).float()).amax(dim=1)
     return pooled.to(logits.dtype)
 
@@ -121,7 +118,6 @@ def bias_added_in_fp32(self, h, mask):
 
 @head(dtype=torch.float64, precision=torch.float64)
 def double_precision(logits, mask):
-    """A gradcheck-minded author works in float64."""
     return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 

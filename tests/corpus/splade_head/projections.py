@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     B,
@@ -61,10 +62,11 @@ def bert_prediction_head():
     return Model(), (hidden(), mask())
 
 
-@formula()
-def functional_weights(h, mask, w, b):
-    """A pure function of its weights."""
-    return pool(F.linear(h, weight=w, bias=b), mask)
+each(
+    formula(),
+    functional_weights=lambda h, mask, w, b: pool(F.linear(h, weight=w, bias=b), mask),
+    einsum_with_ellipsis=lambda h, mask, w: pool(torch.einsum("...d,vd->...v", h, w), mask),
+)
 
 
 @formula(inputs={"kernel": lambda: weight(D, V)})
@@ -90,7 +92,6 @@ def vocabulary_first_flattened(h, mask, w, b):
 
 @formula()
 def addmm_on_flat_tokens(h, mask, w, b):
-    """torch.addmm on [B*S, D]."""
     logits = torch.addmm(b, h.view(-1, h.size(-1)), w.t())
     return pool(logits.view(h.size(0), h.size(1), -1), mask)
 
@@ -103,21 +104,13 @@ def flat_until_the_max(h, mask, w):
 
 
 @formula()
-def einsum_with_ellipsis(h, mask, w):
-    """einsum('...d,vd->...v')"""
-    return pool(torch.einsum("...d,vd->...v", h, w), mask)
-
-
-@formula()
 def einsum_transposed_output(h, mask, w, b):
-    """einsum that puts the sequence last."""
     logits = torch.einsum("b s d, v d -> b v s", h, w) + b.view(1, -1, 1)
     return torch.log1p(logits.relu() * mask.unsqueeze(1)).max(dim=2).values
 
 
 @encoder(bias=False, parts={"bias": lambda: nn.Parameter(torch.linspace(-1.0, 1.0, V))})
 def bias_added_in_place(self, h, mask):
-    """logits += self.bias"""
     logits = self.decoder(h)
     logits += self.bias
     return pool(logits, mask)
@@ -137,8 +130,6 @@ def scaled_weight(h, mask, w, scale):
 
 @program()
 def weight_normalised():
-    """torch.nn.utils.parametrizations.weight_norm on the decoder."""
-
     class Model(Vocabulary):
         def __init__(self):
             super().__init__()
@@ -199,14 +190,12 @@ def t5_scaled_hidden(h, mask, shared):
 
 @encoder(inputs=(hidden, hidden, hidden, hidden, mask))
 def four_layers_averaged(self, a, b, c, d, mask):
-    """The mean of the last four hidden states."""
     h = torch.stack([a, b, c, d]).mean(dim=0)
     return pool(self.decoder(h), mask)
 
 
 @encoder(parts={"project": lambda: nn.Linear(D, D, bias=False)})
 def last_layers_summed_by_matmul_out(self, h, mask):
-    """A learned projection before the decoder, without an activation between."""
     return pool(self.decoder(self.project(h)), mask)
 
 
@@ -256,7 +245,6 @@ def passages_of_a_document(self, h, mask):
 
 @encoder("maybe", "the max over two dimensions at once", inputs=PASSAGES)
 def passages_in_one_amax(self, h, mask):
-    """amax(dim=(1, 2)) over passages and tokens."""
     return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=(1, 2))
 
 
@@ -303,25 +291,21 @@ def sequence_first(self, h, mask):
 
 @formula("maybe", "unusual products: tensordot")
 def tensordot_product(h, mask, w):
-    """torch.tensordot(h, w, dims=([2], [1]))"""
     return pool(torch.tensordot(h, w, dims=([2], [1])), mask)
 
 
 @formula("maybe", "unusual products: inner")
 def inner_product(h, mask, w):
-    """torch.inner(h, w)"""
     return pool(torch.inner(h, w), mask)
 
 
 @formula("maybe", "unusual products: baddbmm")
 def batched_addition(h, mask, w, b):
-    """torch.baddbmm with an expanded bias and weight."""
     return pool(torch.baddbmm(b, h, w.t().expand(h.size(0), -1, -1)), mask)
 
 
 @encoder("maybe", "a 1x1 convolution", parts={"decoder": lambda: nn.Conv1d(D, V, kernel_size=1)})
 def pointwise_convolution(self, h, mask):
-    """nn.Conv1d(D, V, 1) on channels first."""
     logits = self.decoder(h.transpose(1, 2))
     return (tokens(logits) * mask.unsqueeze(1)).amax(-1)
 
@@ -332,7 +316,6 @@ def pointwise_convolution(self, h, mask):
     parts={"logit_scale": lambda: nn.Parameter(torch.tensor(0.3))},
 )
 def learned_logit_scale(self, h, mask):
-    """CLIP-style logit_scale.exp()."""
     return pool(self.decoder(h) * self.logit_scale.exp(), mask)
 
 
@@ -342,7 +325,6 @@ def learned_logit_scale(self, h, mask):
     inputs={"scale": bias},
 )
 def scale_per_term(h, mask, w, scale):
-    """logits * scale[V]"""
     return pool(F.linear(h, w) * scale, mask)
 
 
@@ -352,7 +334,6 @@ def scale_per_term(h, mask, w, scale):
     parts={"down": lambda: nn.Linear(D, 2, bias=False), "up": lambda: nn.Linear(2, V, bias=False)},
 )
 def low_rank_adapter(self, h, mask):
-    """LoRA on the decoder."""
     return pool(self.decoder(h) + 0.5 * self.up(self.down(h)), mask)
 
 
@@ -362,7 +343,6 @@ def low_rank_adapter(self, h, mask):
     inputs=(hidden, mask, lambda: torch.tensor([3, 30, 7, 8])),
 )
 def candidate_terms_gathered(self, h, mask, candidates):
-    """logits.index_select over a candidate list."""
     return pool(self.decoder(h).index_select(-1, candidates), mask)
 
 

@@ -96,14 +96,12 @@ def activations_reused_sum(logits, mask):
 
 @near_miss("a mask of tokens comes after", at="mask.unsqueeze(-1)")
 def filled_before_the_mask(logits, mask):
-    """terms filled with 1, then the mask"""
     weights = tokens(logits).masked_fill(torch.arange(V) < 3, 1.0)
     return (weights * mask.unsqueeze(-1)).amax(1)
 
 
 @near_miss("sin is not monotone", at="torch.sin(logits)")
 def sine_between(logits, mask):
-    """a sine before relu"""
     return (torch.log1p(torch.relu(torch.sin(logits))) * mask.unsqueeze(-1)).amax(1)
 
 
@@ -131,11 +129,4 @@ def abs_pool(logits, mask):
 
 @head("maybe", "valid with a scale factor", INFER)
 def log2(logits, mask):
-    """log2 for log"""
     return (torch.log2(1 + torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "the constant is 2, not 1: a masked token is not 0", INFER)
-def log_two_plus(logits, mask):
-    """log(2 + relu)"""
-    return (torch.log(2 + torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from corpus.case import each
 from corpus.splade_head.registry import (
     INFER,
     TRAIN,
     Vocabulary,
+    activated,
     encoder,
     head,
     hidden,
     mask,
+    pooled,
     program,
     tokens,
 )
@@ -55,16 +57,10 @@ def onnx_flavoured(logits, mask):
 
 
 @head(modes=INFER)
+@head("maybe", "the gradient at 0 is another than the rectifier's", TRAIN)
 def rectified_by_the_absolute_value(logits, mask):
-    """(x + |x|) / 2, whose gradient at 0 is another than the rectifier's."""
     rectified = (logits + logits.abs()) / 2
     return (torch.log1p(rectified) * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def method_chain(logits, mask):
-    """One long chain of methods."""
-    return logits.relu().add(1).log().mul(mask.unsqueeze(-1)).max(dim=-2).values
 
 
 @head(modes=INFER)
@@ -75,33 +71,22 @@ def in_place_chain(logits, mask):
 
 @head()
 def functional_in_place_relu(logits, mask):
-    """nn.functional.relu_ and log1p out of place."""
     return (torch.log1p(F.relu_(logits)) * mask.unsqueeze(-1)).max(1).values
 
 
 @head()
 def clamp_min_method(logits, mask):
-    """clamp_min(0) before, masked_fill after."""
     return logits.clamp_min(0.0).log1p().masked_fill(mask.unsqueeze(-1) == 0, 0.0).amax(1)
 
 
-@head()
-def threshold_zero(logits, mask):
-    """F.threshold(x, 0, 0)"""
-    return (torch.log1p(F.threshold(logits, 0.0, 0.0)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def where_positive(logits, mask):
-    """torch.where(x > 0, x, 0) for relu."""
-    positive = torch.where(logits > 0, logits, torch.zeros_like(logits))
-    return (positive.log1p() * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def masked_fill_negative(logits, mask):
-    """x.masked_fill(x < 0, 0) for relu."""
-    return (logits.masked_fill(logits < 0, 0.0).log1p() * mask.unsqueeze(-1)).max(1)[0]
+each(
+    activated(),
+    threshold_zero=lambda z: torch.log1p(F.threshold(z, 0.0, 0.0)),
+    where_positive=lambda z: torch.where(z > 0, z, torch.zeros_like(z)).log1p(),
+    masked_fill_negative=lambda z: z.masked_fill(z < 0, 0.0).log1p(),
+    # a constant threshold that makes terms sparser
+    shifted_bias_constant=lambda z: torch.log1p(torch.relu(z - 0.5)),
+)
 
 
 @head()
@@ -110,33 +95,6 @@ def aten_and_special(logits, mask):
     positive = torch.ops.aten.relu.default(logits)
     weights = torch.ops.aten.mul.Tensor(torch.special.log1p(positive), mask.unsqueeze(-1))
     return torch.ops.aten.amax.default(weights, [1])
-
-
-@head()
-def operator_module(logits, mask):
-    """operator.mul and friends."""
-    weights = torch.log(operator.add(torch.relu(logits), 1))
-    return operator.getitem(torch.max(operator.mul(weights, mask.unsqueeze(-1)), 1), 0)
-
-
-@head()
-def unbound_methods(logits, mask):
-    """torch.Tensor.relu and so on, mapped over the value."""
-    steps = (torch.Tensor.relu, torch.Tensor.log1p)
-    weights = functools.reduce(lambda value, step: step(value), steps, logits)
-    return torch.Tensor.amax(weights * mask.unsqueeze(-1), dim=1)
-
-
-def compose(*functions):
-    return functools.reduce(lambda f, g: lambda *args: f(g(*args)), functions)
-
-
-@encoder()
-def composed_functions(self, h, mask):
-    """A functional programmer: compose(pool, weigh, activate)."""
-    keep = functools.partial(torch.mul, mask.unsqueeze(-1))
-    pool = functools.partial(torch.amax, dim=1)
-    return compose(pool, keep, torch.log1p, torch.relu, self.decoder)(h)
 
 
 @dataclasses.dataclass
@@ -153,7 +111,6 @@ def splade_max(*, logits, attention_mask, dim=1, eps=0.0):
 
 @encoder()
 def keyword_helper_and_dataclass(self, h, mask):
-    """A helper with keyword-only arguments that returns a dataclass."""
     return splade_max(attention_mask=mask, logits=self.decoder(h))
 
 
@@ -169,7 +126,6 @@ def masked(fn):
 @encoder()
 @masked
 def masking_decorator(self, logits):
-    """A decorator adds the mask to an unmasked pooling."""
     return torch.relu(logits).log1p().amax(dim=1)
 
 
@@ -186,7 +142,6 @@ class Apply(nn.Module):
 
 @program()
 def sequential_modules():
-    """nn.Sequential down to the pooling."""
     pool = Apply(lambda x: x.max(dim=1).values)
     layers = Vocabulary().decoder, nn.ReLU(inplace=True), Apply(torch.log1p), pool
     return nn.Sequential(*layers), (hidden(),)
@@ -198,28 +153,24 @@ def dropout_that_is_off(self, h, mask):
     return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
 
 
-@encoder(modes=INFER, parts={"dropout": lambda: nn.Dropout(0.1)})
-def dropout_in_eval(self, h, mask):
-    """nn.Dropout(0.1) in eval mode."""
-    return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def permute_then_last_dim(logits, mask):
-    """permute(0, 2, 1), then the last dimension."""
-    weights = (tokens(logits) * mask.unsqueeze(-1)).permute(0, 2, 1).contiguous()
-    return weights.max(-1)[0]
-
-
-@head()
-def movedim_first(logits, mask):
-    """movedim brings the sequence to the front."""
-    return (tokens(logits) * mask.unsqueeze(-1)).movedim(1, 0).amax(0)
+each(
+    pooled(),
+    movedim_first=lambda w: w.movedim(1, 0).amax(0),
+    permute_then_last_dim=lambda w: w.permute(0, 2, 1).contiguous().max(-1)[0],
+    keepdim_then_index=lambda w: torch.max(w, dim=1, keepdim=True)[0][:, 0],
+    # A leading head dimension that the pooling carries along, as in multi-head code.
+    unsqueeze_before=lambda w: w.unsqueeze(1).max(dim=2).values.squeeze(1),
+    sorted_first=lambda w: torch.sort(w, dim=1, descending=True).values[:, 0],
+    # a quantile's way of taking the maximum
+    last_of_a_sort=lambda w: torch.sort(w, dim=1).values[:, -1],
+    # back where they were
+    stack_of_unbound=lambda w: torch.stack(w.unbind(1), dim=1).amax(1),
+    gathered_where_largest=lambda w: w.gather(1, w.argmax(dim=1, keepdim=True)).squeeze(1),
+)
 
 
 @head()
 def swapaxes_and_matrix_transpose(logits, mask):
-    """swapaxes on one side, .mT on the other."""
     weights = tokens(logits.swapaxes(1, 2)) * mask.unsqueeze(1)
     return weights.mT.amax(dim=-2)
 
@@ -233,47 +184,8 @@ def einops_like(logits, mask):
 
 @head()
 def flatten_and_unflatten(logits, mask):
-    """Activations on [B*S, V], pooled after unflatten."""
     flat = tokens(logits.flatten(0, 1)) * mask.flatten().unsqueeze(-1)
     return flat.unflatten(0, mask.shape).max(dim=1).values
-
-
-@head()
-def keepdim_then_index(logits, mask):
-    """keepdim=True, then [:, 0]."""
-    return torch.max(tokens(logits) * mask.unsqueeze(-1), dim=1, keepdim=True)[0][:, 0]
-
-
-@head()
-def unsqueeze_before(logits, mask):
-    """A leading head dimension that the pooling carries along, as in multi-head code."""
-    weights = (tokens(logits) * mask.unsqueeze(-1)).unsqueeze(1)
-    return weights.max(dim=2).values.squeeze(1)
-
-
-@head()
-def activation_half_and_half(logits, mask):
-    """relu before the max, log1p after it, the mask in between."""
-    return torch.log1p((F.relu(logits) * mask.unsqueeze(-1)).amax(dim=1))
-
-
-@head()
-def triple_log(logits, mask):
-    """Deeper saturation, as an ablation."""
-    return (tokens(tokens(tokens(logits))) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-@head()
-def temperature_attribute(logits, mask):
-    """relu(logits / tau) with a Python float."""
-    tau = 0.7
-    return (torch.log1p(torch.relu(logits / tau)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head()
-def shifted_bias_constant(logits, mask):
-    """relu(x - 0.5): a constant threshold that makes terms sparser."""
-    return (torch.log1p(torch.relu(logits - 0.5)) * mask.unsqueeze(-1)).amax(1)
 
 
 @head()
@@ -312,17 +224,8 @@ def checkpointed_head(self, h, mask):
     return checkpoint(pool, h, mask, use_reentrant=False)
 
 
-@encoder(modes=INFER)
-@torch.no_grad()
-def no_grad_method(self, h, mask):
-    """encode() under @torch.no_grad()."""
-    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
-
-
 @program(modes=INFER)
 def functional_call():
-    """torch.func.functional_call with a dictionary of parameters."""
-
     class Model(Vocabulary):
         def forward(self, h, mask):
             return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
@@ -338,7 +241,6 @@ def functional_call():
 
 @encoder(dynamic=True)
 def symbolic_sizes(self, h, mask):
-    """dynamic=True: batch and length are symbols."""
     batch, length, _ = h.shape
     keep = mask.view(batch, length, 1)
     return (tokens(self.decoder(h)) * keep).max(dim=1).values
@@ -346,49 +248,18 @@ def symbolic_sizes(self, h, mask):
 
 @encoder(dynamic=True)
 def symbolic_sizes_flattened(self, h, mask):
-    """dynamic=True and a [B*S, D] matmul."""
     batch, length, width = h.size()
     logits = self.decoder(h.reshape(batch * length, width)).view(batch, length, -1)
     return torch.log1p(torch.relu(logits - (1 - mask[..., None]) * 1e6)).amax(1)
 
 
-@head("maybe", "k=1 of a sort-like op")
-def topk_one(logits, mask):
-    """topk(1, dim=1)"""
-    return (tokens(logits) * mask.unsqueeze(-1)).topk(1, dim=1).values.squeeze(1)
-
-
-@head()
-def sorted_first(logits, mask):
-    """sort(descending=True)[:, 0]"""
-    weights = tokens(logits) * mask.unsqueeze(-1)
-    return torch.sort(weights, dim=1, descending=True).values[:, 0]
-
-
-@head()
-def last_of_a_sort(logits, mask):
-    """a quantile's way of taking the maximum"""
-    return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1).values[:, -1]
-
-
-@head("maybe", "pooling ops over the last dimension")
-def adaptive_max_pool(logits, mask):
-    """nn.AdaptiveMaxPool1d(1) on channels first."""
-    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
-    return F.adaptive_max_pool1d(weights, 1).squeeze(-1)
-
-
-@head("maybe", "pooling ops over the last dimension")
-def max_pool_of_full_width(logits, mask):
-    """max_pool1d with the sequence length as kernel size."""
-    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
-    return F.max_pool1d(weights, kernel_size=weights.size(-1)).squeeze(-1)
-
-
-@head("maybe", "the minimum of the negative")
-def negative_min(logits, mask):
-    """-min(-x)"""
-    return -torch.min(-(tokens(logits) * mask.unsqueeze(-1)), dim=1).values
+each(
+    pooled("maybe", "other operations that take a maximum"),
+    topk_one=lambda w: w.topk(1, dim=1).values.squeeze(1),
+    adaptive_max_pool=lambda w: F.adaptive_max_pool1d(w.transpose(1, 2), 1).squeeze(-1),
+    max_pool_of_full_width=lambda w: F.max_pool1d(w.mT, kernel_size=w.size(1)).squeeze(-1),
+    negative_min=lambda w: -torch.min(-w, dim=1).values,
+)
 
 
 def aminmax_without_gradient() -> str:
@@ -404,35 +275,19 @@ def aminmax_without_gradient() -> str:
 @head("maybe", "aminmax computes both ends", INFER)
 @head("maybe", "aminmax computes both ends", TRAIN, unsupported=aminmax_without_gradient)
 def aminmax_upper(logits, mask):
-    """torch.aminmax(x, dim=1).max"""
     return torch.aminmax(tokens(logits) * mask.unsqueeze(-1), dim=1).max
-
-
-@head("maybe", "the infinity norm, which is the max of non-negative values")
-def infinity_norm(logits, mask):
-    """linalg.vector_norm(ord=inf)"""
-    weights = tokens(logits) * mask.unsqueeze(-1)
-    return torch.linalg.vector_norm(weights, ord=float("inf"), dim=1)
 
 
 @head()
 @head(dynamic=True, prefix="any_size_")
 def stack_of_tokens(logits, mask):
-    """torch.stack([...]).max(0)"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return torch.stack([weights[:, i] for i in range(weights.size(1))]).max(0).values
-
-
-@head()
-def stack_of_unbound(logits, mask):
-    """torch.stack(x.unbind(1), 1).amax(1): back where they were"""
-    return torch.stack((tokens(logits) * mask.unsqueeze(-1)).unbind(1), dim=1).amax(1)
 
 
 @head(modes=INFER)
 @head("no_rewrite", "unequal parts of the gradient", TRAIN, at="functools.reduce(torch.maximum")
 def reduce_maximum(logits, mask):
-    """functools.reduce(torch.maximum, x.unbind(1))"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return functools.reduce(torch.maximum, weights.unbind(1))
 
@@ -449,7 +304,6 @@ def loop_from_zeros(logits, mask):
 
 @head(modes=INFER)
 def loop_from_the_first(logits, mask):
-    """best = weights[:, 0], then the rest of them, backwards"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     best = weights[:, 0]
     for i in range(weights.size(1) - 1, 0, -1):
@@ -464,22 +318,13 @@ def term_attribution(logits, mask):
     return pooled.values, pooled.indices
 
 
-@head("maybe", "x * (x > 0) is relu for finite x")
-def multiplied_by_its_sign(logits, mask):
-    """x * (x > 0)"""
-    return (torch.log1p(logits * (logits > 0)) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "(x + |x|) / 2 is relu up to rounding")
-def half_of_x_plus_abs(logits, mask):
-    """(x + |x|) / 2"""
-    return (torch.log1p((logits + logits.abs()) / 2) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "another monotone activation")
-def relu6_and_sqrt(logits, mask):
-    """relu6, then a square root instead of the log."""
-    return (F.relu6(logits).sqrt() * mask.unsqueeze(-1)).amax(1)
+each(
+    activated("maybe", "another monotone activation, or relu for finite numbers"),
+    relu6_and_sqrt=lambda z: F.relu6(z).sqrt(),
+    # no exact zeros, but no dead terms
+    softplus_head=lambda z: torch.log1p(F.softplus(z)),
+    multiplied_by_its_sign=lambda z: torch.log1p(z * (z > 0)),
+)
 
 
 @head("maybe", "another monotone activation", INFER)
@@ -489,15 +334,8 @@ def soft_capped_in_place(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
 
 
-@head("maybe", "another monotone activation")
-def softplus_head(logits, mask):
-    """softplus for relu: no exact zeros, but no dead terms."""
-    return (torch.log1p(F.softplus(logits)) * mask.unsqueeze(-1)).amax(1)
-
-
 @head("maybe", "a threshold per token, before the max")
 def thresholded_tokens(logits, mask):
-    """Activations under 0.3 are dropped before the max."""
     weights = tokens(logits)
     weights = torch.where(weights > 0.3, weights, 0.0)
     return (weights * mask.unsqueeze(-1)).amax(1)
@@ -505,8 +343,6 @@ def thresholded_tokens(logits, mask):
 
 @encoder("maybe", "vmap hides the batch dimension", INFER)
 def vmapped_head(self, h, mask):
-    """torch.vmap over the sequences of a batch."""
-
     def one(h, mask):
         return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(0)
 
@@ -521,13 +357,6 @@ def running_maximum_over_windows(self, h, mask):
     for window in weights.split(3, dim=1):
         best = torch.maximum(best, window.amax(dim=1))
     return best
-
-
-@head()
-def gathered_where_largest(logits, mask):
-    """argmax, then gather"""
-    weights = tokens(logits) * mask.unsqueeze(-1)
-    return weights.gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
 @head()

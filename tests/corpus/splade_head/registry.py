@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
-from corpus.case import Group
+from corpus.case import Group, of
 
 B, S, D, V = 3, 7, 12, 37
 GROUP = Group("splade_head", dense=B * S * V)
@@ -32,6 +32,30 @@ def head(
         lambda pool: (Head(pool, bias, dtype), (hidden(dtype), mask(mask_dtype, lengths))),
         *how,
         **fields,
+    )
+
+
+def pooled(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a head by `reduce(weights)` alone, which are activated and masked."""
+    return of(
+        head(*how, **fields),
+        lambda reduce: lambda logits, mask: reduce(tokens(logits) * mask.unsqueeze(-1)),
+    )
+
+
+def masked(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a head by `change(weights, mask)` alone, which masks activations."""
+    return of(
+        head(*how, **fields),
+        lambda change: lambda logits, mask: change(tokens(logits), mask).max(dim=1).values,
+    )
+
+
+def activated(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a head by `activate(logits)` alone."""
+    return of(
+        head(*how, **fields),
+        lambda activate: lambda logits, mask: (activate(logits) * mask.unsqueeze(-1)).amax(dim=1),
     )
 
 
