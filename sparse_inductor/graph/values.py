@@ -11,7 +11,7 @@ from torch import fx
 from .. import compat
 from .effects import made_of
 from .fakes import bounds
-from .indices import expanded_index, only_slices
+from .indices import expanded_index, only_slices, taken
 from .names import Call
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
@@ -112,16 +112,16 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
 def _axis_above(view: GraphView, x: fx.Node, call: Call, axis: int) -> int | None:
     """Which axis of a view's input an axis of its result is, one after the other, where it only reorders axes, adds
     some of one element, or takes slices; None for other calls."""
-    if call.name == "unsqueeze":
-        return axis - (call["dim"] % len(view.shape(x)) < axis)
     if (order := order_of(call, len(view.shape(x)))) is not None:
         return order[axis]
-    if call.name != "getitem" or not view.is_tensor(call["input"]):
+    part = taken(view, call)
+    if (
+        part is None
+        or part.passed
+        or not all(i is None or isinstance(i, slice) for i in part.items)
+    ):
         return None
-    items = expanded_index(call["index"], len(view.shape(call["input"])))
-    if items is None or not all(i is None or isinstance(i, slice) for i in items):
-        return None
-    return sum(i is not None for i in items[:axis])
+    return part.origin[axis]
 
 
 def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> bool:
@@ -132,7 +132,7 @@ def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> 
     return at >= 0 and same_sizes(sizes, wanted)
 
 
-_MOVES = COPIES | REORDERS | REGROUPS | {"select", "getitem", "cast"}
+_MOVES = COPIES | REORDERS | REGROUPS | {"select", "cast"}
 # What holds every position exactly: of 16 bits the positions from 257 or 2,049 on are rounded, of 8 bits they wrap.
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 

@@ -19,7 +19,7 @@ from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.parts import part_of_axis, restacked, undone, untaken
+from ...graph.parts import detour
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.shapes import Combined
@@ -118,13 +118,13 @@ class _BackwardWalk:
             if redistributed(node, call["input"]):
                 raise self.decline("the values move over the device mesh here")
             return self.up(call["input"]).then(Element(node))
+        if (around := detour(view, node, call)) is not None:
+            epilogue = walk_back(view, around.tensor, (node, *around.passed)[-1], self.depth + 1)
+            return epilogue.then(Element(node, shape_op=around.shape_op, extra=around.passed))
         if name in SHAPE_OPS:
             return self._shape()
         if name in _HANDLERS:
             return _HANDLERS[name](self)
-        if (whole := restacked(view, node, call)) is not None:
-            epilogue = walk_back(view, whole[0]["input"], whole[1][-1], self.depth + 1)
-            return epilogue.then(Element(node, shape_op=whole[0], extra=whole[1]))
         if name in _NOT_MONOTONE:
             self.up(call["input"])
             if view.dtype(call["input"]).is_complex:
@@ -161,18 +161,6 @@ class _BackwardWalk:
 
     def _shape(self) -> EpilogueChain:
         x = self.call["input"]
-        if (same := undone(self.view, self.node, self.call)) is not None:
-            epilogue = walk_back(self.view, same[0], [self.node, *same[1]][-1], self.depth + 1)
-            return epilogue.then(Element(self.node, extra=same[1]))
-        if (taken := untaken(self.view, self.node, self.call)) is not None:
-            tensor, passed, shape_op = taken
-            epilogue = walk_back(self.view, tensor, passed[-1], self.depth + 1)
-            return epilogue.then(Element(self.node, shape_op=shape_op, extra=passed))
-        part = part_of_axis(self.view, self.node, self.call)
-        if part is not None:
-            part_call, extra = part
-            epilogue = walk_back(self.view, part_call["input"], extra[-1], self.depth + 1)
-            return epilogue.then(Element(self.node, shape_op=part_call, extra=extra))
         if self.view.is_tensor(x):
             return self.up(x).then(Element(self.node, shape_op=self.call))
         parent = self.view.call(x)

@@ -19,7 +19,7 @@ from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.parts import undone, untaken
+from ...graph.parts import detour
 from ...graph.scalars import RECTIFIERS, constant_factor
 from ...graph.selection import Assigned, selections
 from ...graph.shapes import Combined
@@ -132,12 +132,10 @@ def _parts(
             return [s.then(Element(seen)) for s in found]
     elif name == "dropout":
         raise NoMatch("dropout is active here", seen)
-    elif (same := undone(view, seen, call)) is not None:
-        found = branches(view, same[0], [seen, *same[1]][-1], depth + 1)
-        return [s.then(Element(seen, extra=same[1])) for s in found]
-    elif (taken := untaken(view, seen, call)) is not None:
-        found = branches(view, taken[0], taken[1][-1], depth + 1)
-        return [s.then(Element(seen, shape_op=taken[2], extra=taken[1])) for s in found]
+    elif (around := detour(view, seen, call)) is not None:
+        found = branches(view, around.tensor, (seen, *around.passed)[-1], depth + 1)
+        last = Element(seen, shape_op=around.shape_op, extra=around.passed)
+        return [s.then(last) for s in found]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]
     elif name in COMPARISONS | NEGATIONS:
