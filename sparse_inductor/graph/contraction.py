@@ -14,6 +14,7 @@ from torch import fx
 
 from .indices import listed
 from .names import Call
+from .no_match import remembered
 from .view import GraphView, same_size
 
 Letters = tuple[str | None, ...]
@@ -71,16 +72,14 @@ class Contraction:
         return all(len(o.axes) > 1 for o in self.operands)
 
 
+@remembered
 def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
     """How `node` is a product of two tensors; None if it is not."""
-    if node not in view.products:
-        call = view.call(node)
-        read = None if call is None else _READERS.get(call.name)
-        found = None
-        if call is not None and read is not None and view.is_tensor(node):
-            found = read(view, node, call)
-        view.products[node] = found
-    return view.products[node]
+    call = view.call(node)
+    read = None if call is None else _READERS.get(call.name)
+    if call is None or read is None or not view.is_tensor(node):
+        return None
+    return read(view, node, call)
 
 
 def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -> Operand | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +61,7 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
-        self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
-        self.products: dict[fx.Node, Any] = {}  # of `contraction`
-        self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
+        self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
         self.walked: dict[fx.Node, Any] = {}  # of `walk_back`, as the next one
         self.walks_cut = 0
         self.transforms = _transforms(graph)
@@ -260,6 +258,11 @@ class GraphView:
             return False  # of DTensors, whose functions torch 2.11 gives no arguments
         return all(self._same_argument(x.args[k], y.args[k], a, b) for k in x.args)
 
+    def same_read(self, x: fx.Node, reader: fx.Node, y: fx.Node, other: fx.Node) -> bool:
+        """Whether `reader` sees the same value of x as `other` does of y."""
+        u, v = self.value(x, reader), self.value(y, other)
+        return u is not None and v is not None and self.same_value(u, v)
+
     def _same_argument(self, p: Any, q: Any, a: fx.Node, b: fx.Node) -> bool:
         if (
             isinstance(p, fx.Node)
@@ -267,8 +270,7 @@ class GraphView:
             and self.is_tensor(p)
             and self.is_tensor(q)
         ):
-            u, v = self.value(p, a), self.value(q, b)
-            return u is not None and v is not None and self.same_value(u, v)
+            return self.same_read(p, a, q, b)
         if isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
             return len(p) == len(q) and all(self._same_argument(s, t, a, b) for s, t in zip(p, q))
         return self.same_value(p, q)

@@ -251,8 +251,7 @@ class _BackwardWalk:
             call = self.view.call(y)
             if call is None or call.name != "abs" or call.inplace or not self.view.is_tensor(x):
                 continue
-            mine, theirs = self.view.value(x, self.node), self.view.value(call["input"], y)
-            same = mine is not None and theirs is not None and self.view.same_value(mine, theirs)
+            same = self.view.same_read(x, self.node, call["input"], y)
             if same and self.view.value(y, self.node) is y:
                 rectifier = Step("maximum", (0.0,)) if self.view.needs_grad(x) else Step("relu")
                 steps = (rectifier, Step("mul", (2.0,)))

@@ -11,6 +11,7 @@ from torch import fx
 from ... import compat
 from ...graph.contraction import contraction
 from ...graph.gemm import entry_of_stack, linears
+from ...graph.no_match import remembered
 from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss
@@ -41,24 +42,18 @@ def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str
     return found
 
 
+@remembered
 def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node] | None]:
-    """What a node counts as, and what is above it: nothing of a product, None of what is no tensor. Every linear of a
-    model looks at much the same ones, so they are remembered."""
-    if node not in view.named:
-        name: str | None = None
-        producers: Sequence[fx.Node] | None = ()
-        readings = linears(view, node)
-        if not isinstance(fake(node), (torch.Tensor, tuple, list)):
-            producers = None
-        elif readings is not None:
-            name = "linear" if readings else "batched matmul"
-        elif entry_of_stack(view, node) is not None:
-            name = "linear"
-        else:
-            name = view.name_of(node)
-            producers = node.all_input_nodes  # a function of somebody else's may well be in the way
-        view.named[node] = name, producers
-    return view.named[node]
+    """What a node counts as, and what is above it: nothing of a product, None of what is no tensor."""
+    if not isinstance(fake(node), (torch.Tensor, tuple, list)):
+        return None, None
+    readings = linears(view, node)
+    if readings is not None:
+        return "linear" if readings else "batched matmul", ()
+    if entry_of_stack(view, node) is not None:
+        return "linear", ()
+    # What is a function of somebody else's may well be in the way.
+    return view.name_of(node), node.all_input_nodes
 
 
 def below(view: GraphView, node: fx.Node, names: Collection[str], reach: int = 8) -> bool:

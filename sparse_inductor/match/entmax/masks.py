@@ -12,7 +12,7 @@ from torch import fx
 from ...graph.axes import Placed, above, beside, flat
 from ...graph.fakes import same_size, same_sizes
 from ...graph.indices import only_slices
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import constant_factor
 from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
@@ -323,14 +323,9 @@ def _is_binary(view: GraphView, m: fx.Node, reader: fx.Node) -> bool:
     return constant is not None and bool(((constant == 0) | (constant == 1)).all())
 
 
+@remembered
 def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     """The value of a tensor that is made of nothing but numbers, if it is small enough to compute here."""
-    if node not in view.computed:
-        view.computed[node] = _compute(view, node)
-    return view.computed[node]
-
-
-def _compute(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     shape = view.shape(node)
     if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
         return None

@@ -224,8 +224,7 @@ def _own_sum(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -
             dim = sole(c.get("dim"))
             if not isinstance(dim, int) or len(view.shape(seen)) != len(axes):
                 return None
-            mine, theirs = view.value(x, node), view.value(below, seen)
-            if mine is None or theirs is None or not view.same_value(mine, theirs):
+            if not view.same_read(x, node, below, seen):
                 return None
             return _Sum(node, x, axes[dim % len(axes)], nodes, guarded)
         else:

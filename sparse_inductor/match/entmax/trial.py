@@ -74,7 +74,7 @@ class Trial:
         tried = _tried
         if any(static_size(s) is None for n in piece.leaves for s in self.view.shape(n)):
             # What a symbol stands for is another graph's affair.
-            tried = self.view.__dict__.setdefault("_tried", {})
+            tried = self.view.remembered.setdefault(Trial, {})
         if key not in tried:
             if len(tried) >= _MAX_TRIED:
                 tried.clear()

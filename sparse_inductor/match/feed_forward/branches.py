@@ -230,8 +230,7 @@ def _same_fold(
         return False
     if not (isinstance(s.operand, fx.Node) and isinstance(t.operand, fx.Node)):
         return s.operand == t.operand
-    u, v = view.value(s.operand, s_reader), view.value(t.operand, t_reader)
-    return u is not None and v is not None and view.same_value(u, v)
+    return view.same_read(s.operand, s_reader, t.operand, t_reader)
 
 
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
@@ -309,7 +308,5 @@ def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], a: Chain, b: Chain
             return False
         return _same(view, x.args, y.args, new, a, b)
     if isinstance(x, fx.Node) and isinstance(y, fx.Node):
-        u = view.value(x, a.linear.node) if view.is_tensor(x) else x
-        v = view.value(y, b.linear.node) if view.is_tensor(y) else y
-        return u is not None and v is not None and view.same_value(u, v)
+        return view.same_read(x, a.linear.node, y, b.linear.node)
     return type(x) is type(y) and x == y

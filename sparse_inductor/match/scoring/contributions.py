@@ -176,10 +176,7 @@ class Weighted:
             t = e.cast(t, self.dtype)
         inner = self.gather.node
         for n in self.of_one:
-            swap = lambda a, inner=inner, t=t: t if a is inner else a
-            args, kwargs = fx.map_arg((n.args, n.kwargs), swap)
-            insert = e.method if n.op == "call_method" else e.call
-            t, inner = insert(n.target, *args, **kwargs), n
+            t, inner = e.again(n, {inner: t}), n
         return t
 
     def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
