@@ -36,32 +36,44 @@ _NOT_MONOTONE = {
 }  # fmt: skip
 
 
-def walk_back(view: GraphView, node: Any, reader: fx.Node, depth: int = 0) -> EpilogueChain:
-    """The epilogue that ends in the value `reader` sees of `node`. Raises NoMatch with the first thing in the way."""
+def walk_back(
+    view: GraphView,
+    node: Any,
+    reader: fx.Node,
+    depth: int = 0,
+    walk: type[BackwardWalk] | None = None,
+) -> EpilogueChain:
+    """The epilogue that ends in the value `reader` sees of `node`. Raises NoMatch with the first thing in the way.
+
+    walk: what passes one node, where that is more than an elementwise step.
+    """
+    walk = walk or BackwardWalk
     if not isinstance(node, fx.Node):
         raise NoMatch(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
         raise NoMatch(f"{label(node)} is changed in place through a view of it", node)
     # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
-    found = view.walked.get(seen)
+    found = view.walked.get((walk, seen))
     if found is None:
         cut = view.walks_cut
         if depth > _MAX_DEPTH:
             view.walks_cut += 1
             raise NoMatch("the chain of operations is too long", seen)
         try:
-            found = _walk_back(view, seen, depth)
+            found = _walk_back(view, seen, depth, walk)
         except NoMatch as reason:
             found = reason
         if view.walks_cut == cut:  # else one from a nearer reader may come further
-            view.walked[seen] = found
+            view.walked[walk, seen] = found
     if isinstance(found, NoMatch):
         raise found.with_traceback(None)
     return found
 
 
-def _walk_back(view: GraphView, node: fx.Node, depth: int) -> EpilogueChain:
+def _walk_back(
+    view: GraphView, node: fx.Node, depth: int, walk: type[BackwardWalk]
+) -> EpilogueChain:
     found = linears(view, node)
     if found is not None:
         if not found:
@@ -72,7 +84,7 @@ def _walk_back(view: GraphView, node: fx.Node, depth: int) -> EpilogueChain:
     call = view.call(node)
     if call is None:
         raise NoMatch(f"cannot see through {_describe(node)}", node)
-    return _BackwardWalk(view, node, call, depth).epilogue()
+    return walk(view, node, call, depth).epilogue()
 
 
 def _describe(node: fx.Node) -> str:
@@ -81,7 +93,7 @@ def _describe(node: fx.Node) -> str:
     return label(node)
 
 
-class _BackwardWalk:
+class BackwardWalk:
     """One node of the backward walk."""
 
     def __init__(self, view: GraphView, node: fx.Node, call: Call, depth: int):
@@ -90,7 +102,15 @@ class _BackwardWalk:
     def up(self, x: fx.Node) -> EpilogueChain:
         if self.call.name not in SHAPE_OPS and not self.view.same_shape(x, self.node):
             raise self._spread()
-        return walk_back(self.view, x, self.node, self.depth + 1)
+        return self.at(x, self.node)
+
+    def at(self, x: Any, reader: fx.Node) -> EpilogueChain:
+        """The epilogue of what a node further up reads."""
+        return walk_back(self.view, x, reader, self.depth + 1, type(self))
+
+    def is_full(self, x: Any) -> bool:
+        """Whether an operand has the shape of the result, so that nothing is broadcast."""
+        return self.view.is_tensor(x) and self.view.same_shape(x, self.node)
 
     def const(self, x: Any) -> float | None:
         return self.view.const(x, self.node)
@@ -119,12 +139,13 @@ class _BackwardWalk:
                 raise self.decline("the values move over the device mesh here")
             return self.up(call["input"]).then(Element(node))
         if (around := detour(view, node, call)) is not None:
-            epilogue = walk_back(view, around.tensor, (node, *around.passed)[-1], self.depth + 1)
+            epilogue = self.at(around.tensor, (node, *around.passed)[-1])
             return epilogue.then(Element(node, shape_op=around.shape_op, extra=around.passed))
         if name in SHAPE_OPS:
             return self._shape()
         if name in _HANDLERS:
-            return _HANDLERS[name](self)
+            passed: EpilogueChain = getattr(self, _HANDLERS[name])()
+            return passed
         if name in _NOT_MONOTONE:
             self.up(call["input"])
             if view.dtype(call["input"]).is_complex:
@@ -155,7 +176,8 @@ class _BackwardWalk:
         if fake(self.node).device != fake(x).device:
             raise self.decline("the values move to another device")
         epilogue = self.up(x)
-        if rounds(self.view.dtype(self.node), self.view.dtype(epilogue.linears[0].node)):
+        computed = {self.view.dtype(linear.node) for linear in epilogue.linears}
+        if any(rounds(self.view.dtype(self.node), dtype) for dtype in computed):
             raise self.decline(f"the values are rounded to {self.view.dtype(self.node)}")
         return epilogue.then(Element(self.node))
 
@@ -172,7 +194,7 @@ class _BackwardWalk:
             raise self.decline(
                 f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"
             )
-        epilogue = walk_back(self.view, parent["input"], x, self.depth + 1)
+        epilogue = self.at(parent["input"], x)
         return epilogue.then(Element(self.node, shape_op=self.call, extra=(x,)))
 
     def _batch_norm(self) -> EpilogueChain:
@@ -184,14 +206,10 @@ class _BackwardWalk:
 
     def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
         """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
-
-        def full(x: Any) -> bool:
-            return self.view.is_tensor(x) and self.view.same_shape(x, self.node)
-
         first: NoMatch | None = None
         found: list[tuple[EpilogueChain, int]] = []
         for at, x in enumerate((a, b)):
-            if full(x):
+            if self.is_full(x):
                 try:
                     found.append((self.up(x), at))
                 except NoMatch as e:
@@ -260,14 +278,16 @@ class _BackwardWalk:
 
     def _mul(self) -> EpilogueChain:
         a, b = self.call["input"], self.call["other"]
-        for x, gate in ((a, b), (b, a)):
-            if (found := self._gate(x, gate)) is not None:
-                return found
+        if (found := self._gates(a, b)) is not None:
+            return found
 
         def terms(operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
 
         return self._arithmetic(a, b, terms, terms)
+
+    def _gates(self, a: Any, b: Any) -> EpilogueChain | None:
+        return self._gate(a, b) or self._gate(b, a)
 
     def _gate(self, x: Any, gate: Any) -> EpilogueChain | None:
         """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
@@ -286,6 +306,8 @@ class _BackwardWalk:
         if not (self.view.is_tensor(x) and self._compares_each(parts, x)):
             return None
         epilogue, through, masks = self.up(x), False, []
+        if len(epilogue.factors) > 1:
+            return None
         for part in parts:
             found = gated(self.view, self.node, epilogue, part, negate, c, factor)
             if found is None:
@@ -311,7 +333,7 @@ class _BackwardWalk:
             if orders is None or x.written or other.written:
                 continue
             try:
-                epilogue = walk_back(self.view, x.node, self.node, self.depth + 1)
+                epilogue = self.at(x.node, self.node)
             except NoMatch as reason:
                 first = reason
                 continue
@@ -415,11 +437,9 @@ def _broadcasting(
     return [mine.index(letter) for letter in order], [order.index(letter) for letter in out]
 
 
-_HANDLERS: dict[str, Callable[[_BackwardWalk], EpilogueChain]] = {
-    **dict.fromkeys(("maximum", "minimum"), _BackwardWalk._bound),
-    **dict.fromkeys(SELECTIONS, _BackwardWalk._selected),
-    **dict.fromkeys(("add", "sub", "rsub"), _BackwardWalk._sum),
-    **{
-        name: getattr(_BackwardWalk, "_" + name) for name in "batch_norm einsum mul div pow".split()
-    },
+_HANDLERS: dict[str, str] = {
+    **dict.fromkeys(("maximum", "minimum"), "_bound"),
+    **dict.fromkeys(SELECTIONS, "_selected"),
+    **dict.fromkeys(("add", "sub", "rsub"), "_sum"),
+    **{name: "_" + name for name in "batch_norm einsum mul div pow".split()},
 }

@@ -145,7 +145,7 @@ class Chain:
 
     def _row(self, term: Term, node: fx.Node) -> None:
         # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
-        if self.tail and not (_scales(term) and self._only_scaled()):
+        if self.tail and not (scales(term) and self._only_scaled()):
             if self.linear_after:
                 raise NoMatch(_MORE, node)
             what = "term" if term.fn == "add" else "mask"
@@ -184,7 +184,7 @@ class Chain:
 
     def _only_scaled(self) -> bool:
         """Whether what is in the tail commutes with a constant factor."""
-        return all(isinstance(t, Term) and _scales(t) for t in self.tail)
+        return all(isinstance(t, Term) and scales(t) for t in self.tail)
 
     def _linear_so_far(self) -> bool:
         """Whether the chain is still a non-zero multiple of the linear."""
@@ -410,11 +410,11 @@ class Chain:
         return prepared(e, t, term.prepare)
 
 
-def _scales(term: Term) -> bool:
+def scales(term: Term) -> bool:
     """Whether a term is a factor, or one of 0 or 1 for what it keeps."""
     return term.fn == "mul" or (term.fn == "where" and term.const == (0.0,))
 
 
 def _is_factor(term: Term) -> bool:
     """The same, of an operand that may wait until after a further linear map."""
-    return isinstance(term.operand, (fx.Node, Assigned)) and _scales(term)
+    return isinstance(term.operand, (fx.Node, Assigned)) and scales(term)

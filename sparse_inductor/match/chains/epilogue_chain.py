@@ -67,6 +67,11 @@ class EpilogueChain:
     linears: tuple[Linear, ...]
     elements: tuple[Element, ...]
 
+    @property
+    def factors(self) -> tuple[EpilogueChain, ...]:
+        """The epilogues whose product the value is."""
+        return (self,)
+
     def then(self, element: Element) -> EpilogueChain:
         return EpilogueChain(self.linears, (*self.elements, element))
 
@@ -82,7 +87,11 @@ def summed(
     for epilogue, number in summands:
         steps = [term for element in epilogue.elements for term in element.terms]
         moved = any(element.shape_op is not None for element in epilogue.elements)
-        if moved or not all(isinstance(s, Step) and s.fn == "mul" for s in steps):
+        if (
+            moved
+            or len(epilogue.factors) > 1
+            or not all(isinstance(s, Step) and s.fn == "mul" for s in steps)
+        ):
             return []
         scales.append(math.prod((s.consts[0] for s in steps if isinstance(s, Step)), start=number))
         nodes += [n for element in epilogue.elements for n in (*element.extra, element.node)]

@@ -21,7 +21,7 @@ from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.selection import Assigned, selections, trailing_mask
+from ...graph.selection import selections
 from ...graph.values import extreme
 from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
@@ -253,8 +253,6 @@ def _dropped(
         if view.const(found.other, node) == 0:
             x, mask, negate = found.x, found.keep, found.negate
             break
-    if isinstance(mask, Assigned):
-        mask = trailing_mask(view, x, mask)
     if call.name == "mul":
         for a, b in call.both_ways:
             binary = zero_or_one(view, b, node) if view.is_tensor(a) else None

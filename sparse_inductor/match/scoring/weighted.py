@@ -18,7 +18,7 @@ from ...graph.contraction import lettered
 from ...graph.indices import only_new_axes
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
+from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.shapes import kept_axis, order_of
 from ...graph.values import is_parameter, rounds
 from ...graph.view import GraphView, fake, same_size, same_sizes
@@ -164,10 +164,7 @@ def _masked(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | No
     w = None if found is None else up(found.x)
     if found is None or w is None:
         return None
-    mask = found.keep
-    if isinstance(mask, Assigned):
-        mask = trailing_mask(view, found.x, mask)
-    if mask is None:
+    if isinstance(found.keep, Assigned):
         raise NoMatch("a part of the contributions is assigned to", node)
     assigns = call.name not in ("where", "masked_fill")
     if view.const(found.other, node) != 0 or (
@@ -176,7 +173,7 @@ def _masked(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | No
         raise NoMatch("masked contributions are not 0", node)
     if not (assigns or w.alike(view.shape(node))):
         raise NoMatch("the mask has more axes than the contributions", node)
-    return w.times(view, node, "drop" if found.negate else "keep", mask)
+    return w.times(view, node, "drop" if found.negate else "keep", found.keep)
 
 
 def _lettered(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | None:
