@@ -135,15 +135,11 @@ def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, y = call["input"], call["other" if "other" in call.args else "weight"]
     if not (view.is_tensor(x) and view.is_tensor(y)):
         return None
-    return _product(view, node, x, y, *_matmul_axes(len(view.shape(x)), len(view.shape(y))))
-
-
-def _matmul_axes(n: int, m: int) -> tuple[list[str], list[str], list[str]]:
-    """Letters for the axes of a product of tensors of n and m axes: theirs, and those of the result."""
+    n, m = len(view.shape(x)), len(view.shape(y))
     batch = [f"b{i}" for i in range(max(n, m) - 2)]
     xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
     ys = [*batch[max(0, len(batch) - m + 2) :], "d", "j"] if m > 1 else ["d"]
-    return xs, ys, [*batch, *("i" for _ in range(n > 1)), *("j" for _ in range(m > 1))]
+    return _product(view, node, x, y, xs, ys, [*batch, *"i"[: n - 1], *"j"[: m - 1]])
 
 
 def _added(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
@@ -233,25 +229,14 @@ def _over(
 
 def _einsum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     found = lettered(view, call)
-    if found is None or not all(map(view.is_tensor, found[0])):
+    if found is None or len(found[0]) != 2 or not all(map(view.is_tensor, found[0])):
         return None
     (x, y), (xs, ys), out = found
     return _product(view, node, x, y, list(xs), list(ys), list(out))
 
 
-def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, str], str] | None:
-    """An einsum of two operands: these, their letters and those of the result, each axis of an ellipsis a capital."""
-    found = all_lettered(view, call)
-    if found is None or len(found[0]) != 2:
-        return None
-    operands, terms, out = found
-    return operands, (terms[0], terms[1]), out
-
-
-def all_lettered(
-    view: GraphView, call: Call
-) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
-    """The same of any number of operands."""
+def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
+    """The operands of an einsum, their letters and those of the result, each axis of an ellipsis a capital."""
     operands, equation = call.get("operands", ()), call["equation"]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])

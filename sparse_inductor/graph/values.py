@@ -38,12 +38,10 @@ _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vec
 
 def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
-    original, passed = view.behind(x, VIEWS | COPIES | {"cast"})
-    values = [*passed, original]
-    if any(view.value(n, by) is not n for n, by in zip(values, (reader, *passed))):
-        return False
-    masks = (view.is_tensor(n) and view.dtype(n) == torch.bool for n in values)
-    return any(masks) or view.name_of(original) in _NOT_NEGATIVE
+    original, passed = view.original(view.value(x, reader), VIEWS | COPIES | {"cast"})
+    values = [n for n in (*passed, original) if view.is_tensor(n)]
+    masks = any(view.dtype(n) == torch.bool for n in values)
+    return masks or (original in values and view.name_of(original) in _NOT_NEGATIVE)
 
 
 def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
@@ -88,15 +86,7 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
     if view.const(x, reader) is not None:
         return True
     if call.name in ("expand", "expand_as", "repeat", "tile"):
-        inner = view.shape(call["input"])
-        return (
-            len(inner) < from_end
-            or same_size(inner[-from_end], 1)
-            or (
-                same_size(inner[-from_end], shape[-from_end])
-                and uniform(view, call["input"], from_end, x)
-            )
-        )
+        return uniform(view, call["input"], from_end, x)
     if (axis := _axis_above(view, x, call, len(shape) - from_end)) is not None:
         return uniform(view, call["input"], len(view.shape(call["input"])) - axis, x)
     if call.name in _ELEMENTWISE:

@@ -278,9 +278,9 @@ class BackwardWalk:
 
     def _mul(self) -> EpilogueChain:
         a, b = self.call["input"], self.call["other"]
-        if (found := self._gates(a, b)) is not None:
-            return found
+        return self._gates(a, b) or self._times(a, b)
 
+    def _times(self, a: Any, b: Any) -> EpilogueChain:
         def terms(operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
 

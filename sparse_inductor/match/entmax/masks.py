@@ -18,7 +18,7 @@ from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression, rounds
 from ...graph.view import GraphView, rounded
-from ...graph.vocabulary import COMPARISONS, COPIES, VIEWS
+from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
 _ABOVE = 32  # nodes that a bias is made of that are looked at
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
@@ -29,7 +29,7 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     call = view.call(mask.node)
     if call is None or call.inplace:
         return [mask]
-    if call.name in ("invert", "logical_not"):
+    if call.name in NEGATIONS:
         return _through(view, mask, call["input"], negate=not mask.negate)
     if call.name == ("or_" if mask.negate else "and_") and all(
         view.is_tensor(call[k]) and view.dtype(call[k]) == torch.bool for k in ("input", "other")
@@ -41,7 +41,7 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
         except NoMatch:
             return [mask]
         inner = view.value(call["input"], mask.node)
-        if inner is None or view.name_of(inner) not in ("and_", "or_", "invert", "logical_not"):
+        if inner is None or view.name_of(inner) not in NEGATIONS | {"and_", "or_"}:
             return [mask]
         return conjuncts(
             view,

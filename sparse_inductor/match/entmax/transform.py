@@ -295,16 +295,16 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     body = attribute(call["forward"])
     if not isinstance(body, fx.GraphModule):
         return None
-    inner = GraphView(body.graph)
+    with torch.no_grad():  # the body's own mode: what it does not record needs no check
+        inner = GraphView(body.graph)
     output = body.graph.output_node().args[0]
     result = output[0] if isinstance(output, (tuple, list)) else output
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):
         return None
     axes = fresh(inner.shape(result))
-    with torch.no_grad():  # the body's own mode: what it does not record needs no check
-        rows = originals(inner, result, axes, result)
-        found, at = next(((f, at) for n, at, _ in rows if (f := transform(inner, n))), (None, axes))
+    rows = originals(inner, result, axes, result)
+    found, at = next(((f, at) for n, at, _ in rows if (f := transform(inner, n))), (None, axes))
     if found is None:
         return None
     *_, (given, given_axes, _) = originals(inner, found.source, at, found.reader)

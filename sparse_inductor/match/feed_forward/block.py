@@ -13,7 +13,7 @@ from torch import fx
 from ...epilogue.functions import FUNCTIONS
 from ...epilogue.ranges import undefined
 from ...epilogue.zero_threshold import zero_threshold
-from ...graph.contraction import all_lettered
+from ...graph.contraction import lettered
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.mesh import is_distributed
@@ -196,7 +196,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
     """Why an einsum of more than two tensors, one of which is rectified, is no block; None for others."""
     call = view.call(node)
-    found = all_lettered(view, call) if call is not None and call.name == "einsum" else None
+    found = lettered(view, call) if call is not None and call.name == "einsum" else None
     operands = found[0] if found else ()
     if len(operands) < 3 or not any(resembles(view, t, node) for t in operands):
         return None

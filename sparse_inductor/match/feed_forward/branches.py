@@ -21,6 +21,7 @@ from ...graph.gemm import Linear
 from ...graph.names import name_of
 from ...graph.no_match import NoMatch
 from ...graph.scalars import RECTIFIERS
+from ...graph.selection import Selection
 from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS, NEGATIONS
 from ..chains.backward_walk import BackwardWalk, walk_back
@@ -99,28 +100,44 @@ class _Walk(BackwardWalk):
 
     def _mul(self) -> EpilogueChain:
         a, b = self.call["input"], self.call["other"]
-        if (found := self._gates(a, b)) is not None:
-            return found
+        first: NoMatch | None = None
+        try:
+            if (found := self._gates(a, b)) is not None:
+                return found
+        except NoMatch as reason:  # a comparison with a tensor, which is a factor of its own
+            first = reason
         if self.is_full(a) and self.is_full(b):
             with contextlib.suppress(NoMatch):
                 pair = (self._factor(a, b), self._factor(b, a))
                 return _product_of([p.then(Element(self.node)) for e in pair for p in e.factors])
-        return super()._mul()
+        if first is not None:
+            raise first
+        return self._times(a, b)
 
     def _factor(self, x: fx.Node, other: fx.Node) -> EpilogueChain:
         return indicator(self.view, x, factor=other) if is_comparison(self.view, x) else self.up(x)
 
     def _selected(self) -> EpilogueChain:
-        """x where a comparison of something else says so and 0 elsewhere, if x is a product already."""
         one = self._selection()
         whole = isinstance(one.keep, fx.Node) and self.view.same_shape(one.keep, one.x)
-        if not whole or self.const(one.other) != 0 or len((kept := self.up(one.x)).factors) < 2:
+        if not whole or self.const(one.other) != 0:
             return super()._selected()
-        try:
-            condition = indicator(self.view, one.keep, one.negate, one.x)
-        except NoMatch:
+        kept = self.up(one.x)
+        if len(kept.factors) > 1:
+            with contextlib.suppress(NoMatch):
+                return self._where(one, kept)
             mask = Term("where", one.keep, (0.0,), "not" if one.negate else None)
             return kept.then(Element(self.node, (mask,)))
+        try:
+            return super()._selected()
+        except NoMatch as first:
+            with contextlib.suppress(NoMatch):
+                return self._where(one, kept)
+            raise first
+
+    def _where(self, one: Selection, kept: EpilogueChain) -> EpilogueChain:
+        """x, which is `kept`, where a comparison says so and 0 elsewhere."""
+        condition = indicator(self.view, one.keep, one.negate, one.x)
         own = condition.linears[0].node
         found = [condition.then(Element(self.node))]
         for p in kept.factors:

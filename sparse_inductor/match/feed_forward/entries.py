@@ -152,17 +152,14 @@ def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.N
 
 def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
-    node = view.value(indices, reader)
+    node, passed = view.original(view.value(indices, reader), COPIES | {"cast", "detach"})
     call = view.call(node)
-    while call is not None and call.name in COPIES | {"cast", "detach"}:
-        if call.inplace or fake(node).is_floating_point():
-            return None
-        node = view.value(call["input"], node)
-        call = view.call(node)
     if call is None or call.name != "getitem" or call["index"] != 1:
         return None
     top = view.call(call["input"])
     if top is None or top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
+        return None
+    if any(fake(n).is_floating_point() for n in passed):
         return None
     return call["input"]
 
