@@ -62,11 +62,6 @@ class Contraction:
         return {letter for letter in both if letter is not None and letter not in self.axes}
 
     @property
-    def multiplies(self) -> bool:
-        """Whether it sums over nothing."""
-        return not self.summed
-
-    @property
     def of_matrices(self) -> bool:
         """Whether neither operand is a single vector: such a product has one query or one key."""
         return all(len(o.axes) > 1 for o in self.operands)

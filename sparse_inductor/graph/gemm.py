@@ -78,6 +78,17 @@ class Linear:
         """What is read beside the source."""
         return [t for t in (self.weight_source, self.bias, *self.also) if t is not None]
 
+    def times(self, number: float) -> Linear:
+        """The map that gives as many times as much."""
+        if number == 1:
+            return self
+
+        def scaled(make: Make) -> Make:
+            return lambda e: e.call(operator.mul, make(e), number)
+
+        make_bias = None if self.bias is None else scaled(self.emit_bias)
+        return dataclasses.replace(self, weight=scaled(self.weight), make_bias=make_bias)
+
     def emit_bias(self, e: Emitter) -> fx.Node | None:
         """[V], or None."""
         return self.bias if self.make_bias is None else self.make_bias(e)
@@ -106,7 +117,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     product = contraction(view, node)
     if product is None:
         return []
-    if call.name == "einsum" and product.multiplies:
+    if call.name == "einsum" and not product.summed:
         return None
     found = _scaled(view, product)
     if product.bias is None:
@@ -153,15 +164,7 @@ def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
     sides = [(product.a, product.b), (product.b, product.a)][: 1 if product.weight else 2]
     found = [f for x, w in sides if (f := _reading(view, product, x, w)) is not None]
     alpha = _exact(product.scale, product.node)
-    if not alpha:
-        return []
-    if alpha == 1:
-        return found
-
-    def times(weight: Make) -> Make:
-        return lambda e: e.call(operator.mul, weight(e), alpha)
-
-    return [dataclasses.replace(f, weight=times(f.weight)) for f in found]
+    return [f.times(alpha) for f in found] if alpha else []
 
 
 def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:

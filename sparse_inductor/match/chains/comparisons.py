@@ -67,12 +67,8 @@ def compared(
     if call is None or call.name not in COMPARISONS:
         return None
     negate ^= negated
-    nodes = (*wrapped, condition)
-    sides = call["input"], call["other"]
-    for operand, other, less in (
-        (*sides, call.name in ("lt", "le")),
-        (*sides[::-1], call.name in ("gt", "ge")),
-    ):
+    large, small, ties = call.ordered(negate)
+    for operand, other, above in ((large, small, True), (small, large, False)):
         if not view.is_tensor(operand):
             continue
         theirs = view.value(operand, condition)
@@ -88,8 +84,7 @@ def compared(
         if at is None:
             what = label(other) if isinstance(other, fx.Node) else "it"
             raise NoMatch(f"the threshold ({what}) is a tensor, not a number", node)
-        ties = (call.name in ("ge", "le")) ^ negate
-        return Edge(at, not (less ^ negate), ties, negate, (*nodes, *copies))
+        return Edge(at, above, ties, negate, (*wrapped, condition, *copies))
     return None
 
 
