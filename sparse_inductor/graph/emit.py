@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import compat
 from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
+from .modes import modes_by_node, modes_now
 from .view import GraphView
 
 _MADE_AGAIN = 8
@@ -114,12 +114,7 @@ class Emitter:
     @functools.cached_property
     def _recorded(self) -> bool:
         """Whether autograd records what runs at the anchor."""
-        node = self._anchor.prev
-        while node.op != "root":
-            if compat.sets_grad_mode(node.target):
-                return bool(node.args[0])
-            node = node.prev
-        return torch.is_grad_enabled()
+        return modes_by_node(self._graph, modes_now())[self._anchor].records
 
 
 def made_again(

@@ -20,7 +20,7 @@ from torch import fx
 
 from .contraction import PRODUCTS, Contraction, Operand, contraction
 from .emit import Emitter
-from .indices import items_of, only_new_axes
+from .indices import is_full, taken
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .parts import entry_of_axis
 from .shapes import order_of
@@ -284,19 +284,12 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
             break
         elif call.name in COPIES | SPREADS | {"repeat", "tile"}:
             axes = axes[len(axes) - len(inner) :]
-        elif call.name == "unsqueeze" and call["dim"] % len(axes) < len(axes) - 2:
-            del axes[call["dim"] % len(axes)]
-        elif call.name == "getitem" and _adds_an_axis(call["index"]):
-            axes = axes[len(axes) - len(inner) :]
+        elif (part := taken(view, call)) is not None and all(map(is_full, part.items)):
+            axes = [axis for axis, item in zip(axes, part.items) if item is not None]
         else:
             break
         node = x
     return node, axes
-
-
-def _adds_an_axis(index: Any) -> bool:
-    items = items_of(index)
-    return bool(items) and items[0] is None and None not in items[1:] and only_new_axes(index)
 
 
 def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:

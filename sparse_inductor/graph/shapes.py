@@ -45,11 +45,6 @@ class Move:
     columns: slice | fx.Node | None = None
 
 
-def _permutation(perm: Sequence[int], v: int) -> Move:
-    perm = tuple(perm)
-    return Move(perm.index(v), perm, lambda e, t, row: e.method("permute", t, perm))
-
-
 def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
     """Basic indexing; a tensor only where it is alone and takes entries of V."""
     at = [d for d, item in enumerate(part.items) if item is not None]
@@ -169,7 +164,8 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
     after, n = view.shape(node), len(before)
     order = order_of(call, n)
     if order is not None:
-        return _permutation(order, v)
+        dims = tuple(order)
+        return Move(dims.index(v), dims, lambda e, t, row: e.method("permute", t, dims))
     if (part := taken(view, call)) is not None:
         return _index(node, view.shape(part.x), part, v)
     match call.name:

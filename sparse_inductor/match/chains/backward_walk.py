@@ -302,8 +302,11 @@ class BackwardWalk:
         self, x: Any, keep: Any, negate: bool, c: float, factor: bool = False
     ) -> EpilogueChain | None:
         """x where a comparison of what it was computed from, and maybe a mask, say so, else c; None for other masks."""
-        parts, nodes = conditions(self.view, keep, self.node, negate)
-        if not (self.view.is_tensor(x) and self._compares_each(parts, x)):
+        view = self.view
+        parts, nodes = conditions(view, keep, self.node, negate)
+        # One number a token that is compared is a mask like any other.
+        each = any(is_comparison(view, p) and view.same_shape(p, x) for p in parts)
+        if not (view.is_tensor(x) and each):
             return None
         epilogue, through, masks = self.up(x), False, []
         if len(epilogue.factors) > 1:
@@ -316,11 +319,6 @@ class BackwardWalk:
             else:
                 epilogue, through = found, True
         return epilogue.then(Element(self.node, tuple(masks), extra=nodes)) if through else None
-
-    def _compares_each(self, conditions: list[Any], x: fx.Node) -> bool:
-        """Whether one of some conditions compares every element of `x`, not one number a token."""
-        view = self.view
-        return any(is_comparison(view, c) and view.same_shape(c, x) for c in conditions)
 
     def _einsum(self) -> EpilogueChain:
         """An einsum that sums over nothing is a product like any other, the logits' axes put where it broadcasts."""

@@ -332,11 +332,7 @@ class Chain:
 
     def token_operand(self, e: Emitter, term: Term) -> fx.Node:
         """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""
-        at = len(self.moves)
-        assert isinstance(term.operand, (fx.Node, Assigned))
-        if isinstance(term.operand, Assigned):
-            return self._assigned(e, term.operand, at)
-        return prepared(e, self._aligned(e, term.operand, at), term.prepare)
+        return self._row_operand(e, _Row(len(self.moves), term, self.linear.node))
 
     def row_operands(self, e: Emitter) -> list[fx.Node]:
         """Every row operand in the shape of the frame, 1 in the place of V."""

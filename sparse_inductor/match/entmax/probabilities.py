@@ -21,6 +21,7 @@ from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.scalars import constant_factor
 from ...graph.selection import selections
 from ...graph.values import extreme
 from ...graph.view import GraphView
@@ -269,19 +270,14 @@ def _multiplied(
     view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
 ) -> tuple[Any, Placed | float] | None:
     """(probabilities, factor) of a product or quotient with a number, or with a tensor that may lack their keys."""
+    if (by := constant_factor(view, node)) is not None:
+        return by if by[1] > 0 else None
     if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
         return None
-    a, b = call["input"], call["other"]
     divides = call.name == "div"
-    for x, other in ((a, b), (b, a))[: 1 if divides else 2]:
-        if not view.is_tensor(x) or not view.same_shape(x, node):
-            continue
-        known = view.const(other, node)
-        if known is not None:
-            if known <= 0:
-                return None
-            return x, 1 / known if divides else known
-        if not view.is_tensor(other) or _entmax_above(view, x) is None:
+    for x, other in call.both_ways[: 1 if divides else 2]:
+        full = view.is_tensor(x) and view.same_shape(x, node)
+        if not (full and view.is_tensor(other)) or _entmax_above(view, x) is None:
             continue
         if _entmax_above(view, other) is not None:  # the rows' own sums, say
             return None

@@ -73,7 +73,8 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     thresholds = [zero_threshold(b.program) for b in found]
     _check_tokens(view, found, tokens)
     for branch in found if len(found) > 1 else ():
-        _check_defined(branch, value)
+        if (step := undefined(branch.program)) is not None:  # 0 times it is no number, either
+            raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
     if all(c is None for c in thresholds):
         for source in (s for token in tokens for s in token.sources):
             if above(view, source) & RECTIFIERS:
@@ -108,12 +109,6 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
             if node not in seen and view.order[node] > first:
                 seen.add(node)
                 queue += node.all_input_nodes
-
-
-def _check_defined(branch: Branch, value: fx.Node) -> None:
-    """Raises NoMatch where a factor may be no number: 0 times it is none, either."""
-    if (step := undefined(branch.program)) is not None:
-        raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
 
 
 def _programs(found: Sequence[Branch]) -> str:
