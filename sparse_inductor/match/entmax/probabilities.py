@@ -18,6 +18,7 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, beside, flat
 from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.effects import reached
 from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -298,21 +299,20 @@ def _why_changed(name: str) -> str:
 
 def _entmax_above(view: GraphView, node: fx.Node) -> fx.Node | None:
     """An entmax that a few operations turn into `node`; no product is crossed, but for one of heads."""
-    queue = [node]
-    seen: set[fx.Node] = set()
-    while queue and len(seen) < _NEAR:
-        node = queue.pop(0)
-        if node in seen or not view.is_tensor(node):
-            continue
-        seen.add(node)
+
+    def up(n: fx.Node) -> list[fx.Node]:
+        if view.call(n) is None:
+            return []
+        product = contraction(view, n)
+        above = n.all_input_nodes if product is None else _mixed(view, product)
+        return [m for m in above if view.is_tensor(m)]
+
+    for one in reached([node], up, _NEAR):
         try:
-            if transform(view, node) is not None:
-                return node
+            if transform(view, one) is not None:
+                return one
         except NoMatch:
             return None
-        if view.call(node) is not None:
-            product = contraction(view, node)
-            queue += node.all_input_nodes if product is None else _mixed(view, product)
     return None
 
 

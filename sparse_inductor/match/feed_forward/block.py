@@ -14,6 +14,7 @@ from ...epilogue.functions import FUNCTIONS
 from ...epilogue.ranges import undefined
 from ...epilogue.zero_threshold import zero_threshold
 from ...graph.contraction import lettered
+from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.mesh import is_distributed
@@ -101,14 +102,9 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
     own = {b.linear.node for b in found}
     first = min(view.order[n] for n in own)
     for source in (s for token in tokens for s in token.sources):
-        queue, seen = [source], set(own)
-        while queue:
-            node = queue.pop()
-            if node in own:
-                raise NoMatch("a factor of every token made of the activations: a norm", source)
-            if node not in seen and view.order[node] > first:
-                seen.add(node)
-                queue += node.all_input_nodes
+        up = lambda n: n.all_input_nodes if view.order[n] > first else ()
+        if not own.isdisjoint(reached([source], up)):
+            raise NoMatch("a factor of every token made of the activations: a norm", source)
 
 
 def _programs(found: Sequence[Branch]) -> str:

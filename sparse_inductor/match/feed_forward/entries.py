@@ -11,6 +11,7 @@ import dataclasses
 
 from torch import fx
 
+from ...graph.effects import reached
 from ...graph.fakes import expected
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
@@ -214,16 +215,6 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
 
 def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
     """The products that are reached from a linear without crossing another."""
-    found: list[fx.Node] = []
-    seen = {node}
-    stack = [*node.users]
-    while stack and len(seen) <= _FURTHEST:
-        user = stack.pop()
-        if user in seen or user.op == "output":
-            continue
-        seen.add(user)
-        if linears(view, user) is None:
-            stack += user.users
-        else:
-            found.append(user)
-    return found
+    down = lambda n: n.users if n is node or linears(view, n) is None else ()
+    below = reached([node], down, _FURTHEST)
+    return [n for n in below if n is not node and linears(view, n) is not None]
