@@ -72,16 +72,15 @@ def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
     """How `node` is a product of two tensors; None if it is not."""
     call = view.call(node)
     read = None if call is None else _READERS.get(call.name)
-    if call is None or read is None or not view.is_tensor(node):
+    if call is None or read is None:
         return None
-    return read(view, node, call)
+    tensors = [node, *(call.args[k] for k in ("input", "other", "weight") if k in call.args)]
+    return read(view, node, call) if all(map(view.is_tensor, tensors)) else None
 
 
 def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -> Operand | None:
     """The operand as `reader` sees it; axes of one element get no letter."""
-    if not view.is_tensor(node):
-        return None
-    if len(view.shape(node)) != len(axes):
+    if not view.is_tensor(node) or len(view.shape(node)) != len(axes):
         return None
     seen = view.value(node, reader)
     if seen is None or not view.is_tensor(seen):  # x[...] = y has no result
@@ -103,13 +102,12 @@ def _broadcast(
 
     alone = ({*a.axes} ^ {*b.axes}) - {*out}
 
+    def is_one(letter: str) -> bool:
+        return letter not in alone and same_size(size[letter], 1)
+
     def trimmed(o: Operand) -> Operand:
         axes = tuple(
-            None
-            if letter is None
-            or (same_size(s, 1) and not same_size(size[letter], 1))
-            or (same_size(s, 1) and letter in alone)
-            else letter
+            letter if letter is None or not same_size(s, 1) or is_one(letter) else None
             for letter, s in zip(o.axes, view.shape(o.node))
         )
         return dataclasses.replace(o, axes=axes)
@@ -128,8 +126,6 @@ def _product(
 
 def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, y = call["input"], call["other" if "other" in call.args else "weight"]
-    if not (view.is_tensor(x) and view.is_tensor(y)):
-        return None
     n, m = len(view.shape(x)), len(view.shape(y))
     batch = [f"b{i}" for i in range(max(n, m) - 2)]
     xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
@@ -148,7 +144,7 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 def _linear(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, w, bias = call["input"], call["weight"], call.get("bias")
-    if not (view.is_tensor(x) and view.is_tensor(w)) or len(view.shape(w)) != 2:
+    if len(view.shape(w)) != 2:
         return None
     rows = [f"b{i}" for i in range(len(view.shape(x)) - 1)]
     found = _product(view, node, x, w, [*rows, "d"], ["v", "d"], [*rows, "v"])
@@ -188,7 +184,7 @@ def _inner(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     a, b = call["input"], call["other"]
-    if not (view.is_tensor(a) and view.is_tensor(b)) or call.get("dim", -1) != -1:
+    if call.get("dim", -1) != -1:
         return None
     n, m = len(view.shape(a)), len(view.shape(b))
     names = [f"m{i}" for i in range(max(n, m))]
@@ -211,7 +207,7 @@ def _over(
     view: GraphView, node: fx.Node, a: Any, b: Any, first: Sequence[int], second: Sequence[int]
 ) -> Contraction | None:
     """A product over the axes `first` of a and `second` of b."""
-    if not (view.is_tensor(a) and view.is_tensor(b)) or len(first) != len(second):
+    if len(first) != len(second):
         return None
     xs = [f"a{i}" for i in range(len(view.shape(a)))]
     ys = [f"b{i}" for i in range(len(view.shape(b)))]
@@ -261,11 +257,10 @@ def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, .
 def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     """(a * b).sum(dim)"""
     product = call["input"]
-    inner = view.call(product) if view.is_tensor(product) else None
-    dim = call.get("dim")
+    inner = view.call(product)
     if inner is None or inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
         return None
-    dims = listed(dim)
+    dims = listed(call.get("dim"))
     if len(dims) != 1 or not isinstance(dims[0], int):
         return None
     x, y = inner["input"], inner["other"]
