@@ -22,14 +22,6 @@ from .no_match import NoMatch
 from .view import GraphView, fake, label, same_size, same_sizes, static_size
 
 
-class Combined(NoMatch):
-    """Two values that both come from linears meet here: these epilogues."""
-
-    def __init__(self, reason: str, node: fx.Node, epilogues: tuple[Any, ...]):
-        super().__init__(reason, node)
-        self.epilogues = epilogues
-
-
 @dataclasses.dataclass(frozen=True)
 class Move:
     """A view op on a tensor whose axis `v_dim` is V.

@@ -22,7 +22,6 @@ from ...graph.no_match import NoMatch
 from ...graph.parts import detour
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.shapes import Combined
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
@@ -204,8 +203,8 @@ class BackwardWalk:
 
     # Two operands
 
-    def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
-        """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
+    def _found(self, a: Any, b: Any) -> list[tuple[EpilogueChain, int]]:
+        """The epilogues of two operands, of those that have the result's shape and one, each with its place."""
         first: NoMatch | None = None
         found: list[tuple[EpilogueChain, int]] = []
         for at, x in enumerate((a, b)):
@@ -216,12 +215,16 @@ class BackwardWalk:
                     # Of two reasons the one about real work beats "this is an input".
                     if first is None or "input of the graph" in first.reason:
                         first = e
-        if len(found) == 1:
-            return found[0]
-        if found:
-            reason = f"{self.call.name} combines two tensors that come from linears"
-            raise Combined(reason, self.node, tuple(epilogue for epilogue, _ in found))
-        raise first or self._spread()
+        if not found:
+            raise first or self._spread()
+        return found
+
+    def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
+        """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
+        found = self._found(a, b)
+        if len(found) > 1:
+            raise self.decline(f"{self.call.name} combines two tensors that come from linears")
+        return found[0]
 
     def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> EpilogueChain:
         """f(a, b) with the logits in a (`forward`) or in b (`backward`); each maps (operand, constant) to terms."""
@@ -251,17 +254,12 @@ class BackwardWalk:
 
         if k == 1 and (rectified := self._twice_rectified(a, b)) is not None:
             return rectified
-        try:
-            return self._arithmetic(a, b, forward, backward)
-        except Combined as both:
-            # One from further up is of other epilogues; to walk again would take twice as long at every sum on the way.
-            here = both.node is self.node
-            found = (
-                summed(self.node, tuple(zip(both.epilogues, (1.0, k))), self.view) if here else ()
-            )
-            if not found:
-                raise
-            return EpilogueChain(tuple(found), ())
+        if self.const(a) is None and self.const(b) is None:
+            found = self._found(a, b)
+            summands = tuple((epilogue, (1.0, k)[at]) for epilogue, at in found)
+            if len(found) == 2 and (sums := summed(self.node, summands, self.view)):
+                return EpilogueChain(tuple(sums), ())
+        return self._arithmetic(a, b, forward, backward)
 
     def _twice_rectified(self, a: Any, b: Any) -> EpilogueChain | None:
         """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
