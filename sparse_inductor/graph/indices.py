@@ -89,8 +89,11 @@ def taken(view: GraphView, call: Call) -> Taken | None:
             return Taken(x, [0 if d in gone else slice(None) for d in range(n)])
         case "select":
             item = call["index"]
-        case "narrow" if isinstance(call["start"], int) and isinstance(call["length"], int):
-            item = slice(call["start"], call["start"] + call["length"])
+        case "narrow":
+            start, length = call["start"], call["length"]
+            if not (isinstance(start, int) and isinstance(length, int)) or start < 0:
+                return None
+            item = slice(start, start + length)
         case "slice":
             item = slice(call.get("start"), call.get("end"), call.get("step", 1))
         case _:

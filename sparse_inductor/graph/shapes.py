@@ -188,7 +188,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
 
             return Move(v, tuple(range(n)), apply)
         case "narrow":
-            raise NoMatch("narrows by sizes that are not known", node)
+            raise NoMatch("narrows by sizes that are not known, or from the end", node)
     raise NoMatch(f"{call.name} before the reduction is not followed", node)
 
 

@@ -78,8 +78,8 @@ def keeps_all(view: GraphView, mask: Placed) -> bool:
         if all(v is not None and v.numel() for v in values):
             one = torch.cat([v.flatten() for v in values if v is not None])
             return bool((one == one[0]).all())
-    keep = _computed(view, node)
-    return keep is not None and bool(((keep != 0) != mask.negate).all())
+    keep = _kept(view, node, mask.negate)
+    return keep is not None and bool(keep.all())
 
 
 def _bare(view: GraphView, node: fx.Node) -> fx.Node:
@@ -101,8 +101,8 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
     square = all(len(s) > 1 and same_size(s[-1], s[-2]) for s in shapes)
     if square and all(_triangle(view, part.node, part.negate) for part in parts):
         return True
-    keep = _computed(view, mask.node)
-    return keep is not None and bool(((keep != 0) != mask.negate).any(-1).all())
+    keep = _kept(view, mask.node, mask.negate)
+    return keep is not None and bool(keep.any(-1).all())
 
 
 def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
@@ -176,14 +176,17 @@ def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
 
 def _computes_triangle(view: GraphView, mask: Placed) -> bool:
     """A mask made of nothing but numbers is computed and looked at."""
-    keep = _computed(view, mask.node)
+    keep = _kept(view, mask.node, mask.negate)
     if keep is None:
         return False
-    shape = keep.shape
-    keep = keep != 0
-    rows, columns = shape[-2:]
-    triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-    return bool((keep == (~triangle if mask.negate else triangle)).all())
+    rows, columns = keep.shape[-2:]
+    return bool((keep == torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)).all())
+
+
+def _kept(view: GraphView, node: fx.Node, negate: bool) -> torch.Tensor | None:
+    """Where a mask that is made of nothing but numbers keeps keys."""
+    value = _computed(view, node)
+    return None if value is None else (value != 0) != negate
 
 
 def as_mask(view: GraphView, bias: Placed) -> Placed | None:
