@@ -85,7 +85,7 @@ def taken(view: GraphView, call: Call) -> Taken | None:
             return Taken(x, [*[slice(None)] * at, None, *[slice(None)] * (n - at)])
         case "squeeze":
             dims = listed(call["dim"]) if call.get("dim") is not None else range(n)
-            gone = [d % n for d in dims if same_size(shape[d], 1)]
+            gone = [d % n for d in dims if n and same_size(shape[d], 1)]
             return Taken(x, [0 if d in gone else slice(None) for d in range(n)])
         case "select":
             item = call["index"]
