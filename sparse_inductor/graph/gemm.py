@@ -22,6 +22,7 @@ from .contraction import PRODUCTS, Contraction, Operand, contraction
 from .emit import Emitter
 from .indices import is_full, taken
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
+from .no_match import remembered
 from .parts import entry_of_axis
 from .shapes import order_of
 from .values import is_parameter, only_along, uniform
@@ -104,6 +105,7 @@ class Linear:
         return self.v_dim if self.order is None else self.order[self.v_dim]
 
 
+@remembered
 def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
     batched; None if it is no matmul at all."""
