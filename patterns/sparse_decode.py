@@ -81,7 +81,7 @@ class DecoderMatch:
         dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
         values = self.found.values
         for node in self.found.after:
-            values = _again(e, node, values)
+            values = e.again(node, {node.all_input_nodes[0]: values})
         bias = down.emit_bias(e)
         weight = e.method("t", e.cast(down.weight(e), dtype))
         for _, factor in self.found.scaled:
@@ -93,15 +93,6 @@ class DecoderMatch:
         )  # fmt: skip
         y = e.laid_out(down.finish(e, y), fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
-
-
-def _again(e: Emitter, node: fx.Node, values: fx.Node) -> fx.Node:
-    """What a node makes of a whole tensor, of its entries."""
-    args = (values, *node.args[1:])
-    if node.op == "call_method":
-        return e.method(str(node.target), *args, **node.kwargs)
-    assert callable(node.target)
-    return e.call(node.target, *args, **node.kwargs)
 
 
 class SparseDecode(Recogniser):
@@ -126,8 +117,6 @@ class SparseDecode(Recogniser):
             raise NoMatch("the decoder does not sum over the last axis of the activations", node)
         if not fake(node).dtype.is_floating_point:
             raise NoMatch(f"the decoder computes in {fake(node).dtype}", node)
-        if any(n.args[:1] != (n.all_input_nodes[0],) for n in found.after):
-            raise NoMatch("the activations are made in a way that is not followed", node)
         between = (*found.after, found.scatter, *(n for n, _ in found.scaled))
         check_followed(view, between, node, view.needs_grad(found.values))
         nodes = _only_here(view, found, node)

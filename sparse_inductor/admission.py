@@ -9,9 +9,10 @@ import torch
 
 from . import compat
 from .ability import unimportable, unsupported_reason
-from .graph.checks import unsound
+from .graph.checks import check_match
 from .graph.effects import storages
 from .graph.fakes import fake, tensors_in
+from .graph.no_match import NoMatch
 from .graph.view import label
 from .pattern import Match, Miss
 
@@ -61,7 +62,11 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
         if not compat.computes_as_tensors_do(kind) and storages(fake(node)) & kept:
             reason = f"{label(node)} is a {kind.__name__}, a subclass that no operator takes"
             return Miss(reason, match.anchor)
-    return unsound(view, match)
+    try:
+        check_match(view, match)
+    except NoMatch as decline:
+        return decline.miss(match.anchor)
+    return None
 
 
 def without_kernels(match: Match) -> Miss | None:

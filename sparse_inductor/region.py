@@ -12,7 +12,6 @@ judged here, not asked of the matcher: its mistakes are what is looked for.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,28 +23,12 @@ from torch import Tensor, fx, nn
 
 from . import compat
 from .graph.fakes import fake
+from .graph.modes import DEVICES, Modes, modes_by_node, modes_now
 from .graph.names import canonical, trailing_inplace
-
-Autocast = dict[str, tuple[bool, torch.dtype]]
-"""Device type -> (whether autocast is on, its dtype)."""
-
-DEVICES = ("cpu", "cuda")
 
 
 class CannotCut(Exception):
     """A replacement that cannot be told from its surroundings."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Modes:
-    """What a node runs under; grad: False where no operation is recorded for autograd."""
-
-    autocast: Autocast
-    grad: bool = True
-
-    @property
-    def ordinary(self) -> bool:
-        return self.grad and not any(on for on, _ in self.autocast.values())
 
 
 class Subgraph:
@@ -108,7 +91,7 @@ class Subgraph:
         arguments = [values[place] for place in self.places]
         if self.writes:
             arguments = [v.clone() if isinstance(v, Tensor) else v for v in arguments]
-        if not all(state.ordinary for state in self._states.values()):
+        if not all(map(_is_ordinary, self._states.values())):
             return _Interpreter(self._module, self._states).run(*arguments)
         with _autocast({}):
             return self._module(*arguments)
@@ -201,7 +184,7 @@ class Watch:
                     if order[w] < order[node]
                     and w.args[:1] == (one,)
                     and isinstance(fake(w), Tensor)
-                    and self._modes[w].grad
+                    and self._modes[w].records
                     and fake(w).shape == fake(one).shape
                 ]
                 if results:
@@ -399,34 +382,16 @@ def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _modes_by_node(graph: fx.Graph) -> dict[fx.Node, Modes]:
-    """Under which modes each node runs: those around the graph, and what regions within it say."""
-    around = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES}
-    states: dict[fx.Node, Modes] = {}
-    entered: dict[fx.Node, Modes] = {}
-    current = Modes(around)
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name == "_enter_autocast":
-            entered[node] = current
-            device, dtype, on = (*node.args, None, None, True)[:3]
-            of_device = (bool(on), dtype or torch.get_autocast_dtype(device))
-            current = Modes({**current.autocast, device: of_device}, current.grad)
-        elif name == "_exit_autocast":
-            before = entered.get(node.args[0], Modes(around))
-            current = Modes(before.autocast, current.grad)
-        elif name == "_enter_inference_mode":
-            entered[node] = current
-            current = Modes(current.autocast, current.grad and not node.args[0])
-        elif name == "_exit_inference_mode":
-            current = Modes(current.autocast, entered.get(node.args[0], current).grad)
-        elif name == "_set_grad_enabled":
-            current = Modes(current.autocast, bool(node.args[0]))
-        states[node] = current
-    return states
+    """What each node runs under, where gradients are recorded around the graph."""
+    return modes_by_node(graph, Modes(modes_now().autocast))
+
+
+def _is_ordinary(modes: Modes) -> bool:
+    return modes.records and not any(on for on, _ in modes.autocast.values())
 
 
 @contextlib.contextmanager
-def _autocast(state: Autocast) -> Iterator[None]:
+def _autocast(state: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device in DEVICES:
             on, dtype = state.get(device, (False, None))
@@ -441,6 +406,6 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         state = self._states.get(n.name, Modes({}))
-        grad = torch.is_grad_enabled() and state.grad
+        grad = torch.is_grad_enabled() and state.records
         with _autocast(state.autocast), torch.set_grad_enabled(grad):
             return super().run_node(n)

@@ -76,12 +76,9 @@ class TemplateMatch:
             elif node.op == "output":
                 new = values[node.args[0]]
             else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                emit = emitter.method if node.op == "call_method" else emitter.call
-                values[node] = emit(node.target, *args, **kwargs)
+                values[node] = emitter.again(node, values)
         was, now = fake(self.anchor), fake(new)
-        if now.dtype != was.dtype:
-            new = emitter.method("to", new, was.dtype)
+        new = emitter.cast(new, was.dtype)
         if now.dim() != was.dim():
             raise ValueError(
                 f"template {self.template.name}: the replacement has shape {list(now.shape)}, "

@@ -721,13 +721,13 @@ return [getitem_3, getitem_4]""",
 
 def test_a_residual_stream_is_walked_once(monkeypatch):
     """Every linear on it asks for the value before it, and every sum for both of its operands."""
-    walked: Counter[fx.Node] = Counter()
+    walked: Counter[tuple[fx.Node, type]] = Counter()
     module = importlib.import_module("sparse_inductor.match.chains.backward_walk")
     walk = module._walk_back
 
-    def counting(view: GraphView, node: fx.Node, depth: int) -> Any:
-        walked[node] += 1
-        return walk(view, node, depth)
+    def counting(view: GraphView, node: fx.Node, depth: int, kind: type) -> Any:
+        walked[node, kind] += 1
+        return walk(view, node, depth, kind)
 
     monkeypatch.setattr(module, "_walk_back", counting)
     up, down = nn.Linear(4, 6), nn.Linear(6, 4)

@@ -16,6 +16,7 @@ import test_match
 from sparse_inductor.graph.contraction import Contraction, contraction
 from sparse_inductor.graph.effects import Effects
 from sparse_inductor.graph.fakes import complete, fake
+from sparse_inductor.graph.indices import taken
 from sparse_inductor.graph.names import name_of
 from sparse_inductor.graph.selection import Assigned, selections
 from sparse_inductor.graph.shapes import order_of
@@ -133,6 +134,29 @@ def test_views_only_move_elements(name):
         assert torch.equal(before.permute(order), after)
     elif name in REGROUPS:
         assert torch.equal(before.flatten(), after.flatten())
+
+
+_TAKEN: dict[str, Callable] = {
+    "getitem": lambda x: x[:, 1, None, ::2],
+    "unsqueeze": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x[:, :1].squeeze(1),
+    "squeeze_of_more": lambda x: x.squeeze(1),
+    "squeeze_of_a_number": lambda x: x.sum().squeeze(-1),
+    "select": lambda x: x.select(-1, 2),
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "slice": lambda x: aten.slice(x, 1, 1, None, 2),
+    "chunk": lambda x: x.chunk(2, 1)[-1],
+    "split": lambda x: x.split([1, 3], -1)[1],
+    "unbind": lambda x: x.unbind(1)[2],
+}
+
+
+@pytest.mark.parametrize("name", _TAKEN)
+def test_what_is_taken_is_an_index(name):
+    view, node, (x,) = traced(_TAKEN[name], X)
+    part = taken(view, view.call(node))
+    numbered = torch.arange(x.numel()).view_as(x)
+    assert torch.equal(run_up_to(part.x, numbered)[tuple(part.items)], run_up_to(node, numbered))
 
 
 # Products

@@ -57,7 +57,6 @@ from .operators import (
     marks_every_result,
     schema,
     schemas,
-    sets_grad_mode,
 )
 from .runtime import (
     after_autograd,

@@ -53,11 +53,6 @@ def schemas(target: Any) -> tuple[Any, ...]:
     return (schema(target),) if is_overload(target) else ()
 
 
-def sets_grad_mode(target: Any) -> bool:
-    """Whether it is what Dynamo calls where a program enters or leaves `no_grad`."""
-    return target is torch._C._set_grad_enabled
-
-
 def is_data(target: Any) -> bool:
     """Whether it is what Dynamo puts for `tensor.data`."""
     return target is torch._C._autograd._get_data_attr

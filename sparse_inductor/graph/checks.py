@@ -66,15 +66,6 @@ def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, lear
             raise _cut(view, n)
 
 
-def unsound(view: GraphView, match: _Matched) -> Miss | None:
-    """Why a match must not be replaced, if so; see `check_match`."""
-    try:
-        check_match(view, match)
-    except NoMatch as decline:
-        return decline.miss(match.anchor)
-    return None
-
-
 def check_match(view: GraphView, match: _Matched) -> None:
     """Raises NoMatch where the operator of a match would see other values than the program, leave out a write, or pass
     another gradient.

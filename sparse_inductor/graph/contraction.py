@@ -14,6 +14,7 @@ from torch import fx
 
 from .indices import listed
 from .names import Call
+from .no_match import remembered
 from .view import GraphView, same_size
 
 Letters = tuple[str | None, ...]
@@ -61,33 +62,25 @@ class Contraction:
         return {letter for letter in both if letter is not None and letter not in self.axes}
 
     @property
-    def multiplies(self) -> bool:
-        """Whether it sums over nothing."""
-        return not self.summed
-
-    @property
     def of_matrices(self) -> bool:
         """Whether neither operand is a single vector: such a product has one query or one key."""
         return all(len(o.axes) > 1 for o in self.operands)
 
 
+@remembered
 def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
     """How `node` is a product of two tensors; None if it is not."""
-    if node not in view.products:
-        call = view.call(node)
-        read = None if call is None else _READERS.get(call.name)
-        found = None
-        if call is not None and read is not None and view.is_tensor(node):
-            found = read(view, node, call)
-        view.products[node] = found
-    return view.products[node]
+    call = view.call(node)
+    read = None if call is None else _READERS.get(call.name)
+    if call is None or read is None:
+        return None
+    tensors = [node, *(call.args[k] for k in ("input", "other", "weight") if k in call.args)]
+    return read(view, node, call) if all(map(view.is_tensor, tensors)) else None
 
 
 def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -> Operand | None:
     """The operand as `reader` sees it; axes of one element get no letter."""
-    if not view.is_tensor(node):
-        return None
-    if len(view.shape(node)) != len(axes):
+    if not view.is_tensor(node) or len(view.shape(node)) != len(axes):
         return None
     seen = view.value(node, reader)
     if seen is None or not view.is_tensor(seen):  # x[...] = y has no result
@@ -109,13 +102,12 @@ def _broadcast(
 
     alone = ({*a.axes} ^ {*b.axes}) - {*out}
 
+    def is_one(letter: str) -> bool:
+        return letter not in alone and same_size(size[letter], 1)
+
     def trimmed(o: Operand) -> Operand:
         axes = tuple(
-            None
-            if letter is None
-            or (same_size(s, 1) and not same_size(size[letter], 1))
-            or (same_size(s, 1) and letter in alone)
-            else letter
+            letter if letter is None or not same_size(s, 1) or is_one(letter) else None
             for letter, s in zip(o.axes, view.shape(o.node))
         )
         return dataclasses.replace(o, axes=axes)
@@ -134,17 +126,11 @@ def _product(
 
 def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, y = call["input"], call["other" if "other" in call.args else "weight"]
-    if not (view.is_tensor(x) and view.is_tensor(y)):
-        return None
-    return _product(view, node, x, y, *_matmul_axes(len(view.shape(x)), len(view.shape(y))))
-
-
-def _matmul_axes(n: int, m: int) -> tuple[list[str], list[str], list[str]]:
-    """Letters for the axes of a product of tensors of n and m axes: theirs, and those of the result."""
+    n, m = len(view.shape(x)), len(view.shape(y))
     batch = [f"b{i}" for i in range(max(n, m) - 2)]
     xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
     ys = [*batch[max(0, len(batch) - m + 2) :], "d", "j"] if m > 1 else ["d"]
-    return xs, ys, [*batch, *("i" for _ in range(n > 1)), *("j" for _ in range(m > 1))]
+    return _product(view, node, x, y, xs, ys, [*batch, *"i"[: n - 1], *"j"[: m - 1]])
 
 
 def _added(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
@@ -158,7 +144,7 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 def _linear(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, w, bias = call["input"], call["weight"], call.get("bias")
-    if not (view.is_tensor(x) and view.is_tensor(w)) or len(view.shape(w)) != 2:
+    if len(view.shape(w)) != 2:
         return None
     rows = [f"b{i}" for i in range(len(view.shape(x)) - 1)]
     found = _product(view, node, x, w, [*rows, "d"], ["v", "d"], [*rows, "v"])
@@ -198,7 +184,7 @@ def _inner(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     a, b = call["input"], call["other"]
-    if not (view.is_tensor(a) and view.is_tensor(b)) or call.get("dim", -1) != -1:
+    if call.get("dim", -1) != -1:
         return None
     n, m = len(view.shape(a)), len(view.shape(b))
     names = [f"m{i}" for i in range(max(n, m))]
@@ -221,7 +207,7 @@ def _over(
     view: GraphView, node: fx.Node, a: Any, b: Any, first: Sequence[int], second: Sequence[int]
 ) -> Contraction | None:
     """A product over the axes `first` of a and `second` of b."""
-    if not (view.is_tensor(a) and view.is_tensor(b)) or len(first) != len(second):
+    if len(first) != len(second):
         return None
     xs = [f"a{i}" for i in range(len(view.shape(a)))]
     ys = [f"b{i}" for i in range(len(view.shape(b)))]
@@ -234,25 +220,14 @@ def _over(
 
 def _einsum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     found = lettered(view, call)
-    if found is None or not all(map(view.is_tensor, found[0])):
+    if found is None or len(found[0]) != 2 or not all(map(view.is_tensor, found[0])):
         return None
     (x, y), (xs, ys), out = found
     return _product(view, node, x, y, list(xs), list(ys), list(out))
 
 
-def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, str], str] | None:
-    """An einsum of two operands: these, their letters and those of the result, each axis of an ellipsis a capital."""
-    found = all_lettered(view, call)
-    if found is None or len(found[0]) != 2:
-        return None
-    operands, terms, out = found
-    return operands, (terms[0], terms[1]), out
-
-
-def all_lettered(
-    view: GraphView, call: Call
-) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
-    """The same of any number of operands."""
+def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
+    """The operands of an einsum, their letters and those of the result, each axis of an ellipsis a capital."""
     operands, equation = call.get("operands", ()), call["equation"]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
@@ -282,11 +257,10 @@ def all_lettered(
 def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     """(a * b).sum(dim)"""
     product = call["input"]
-    inner = view.call(product) if view.is_tensor(product) else None
-    dim = call.get("dim")
+    inner = view.call(product)
     if inner is None or inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
         return None
-    dims = listed(dim)
+    dims = listed(call.get("dim"))
     if len(dims) != 1 or not isinstance(dims[0], int):
         return None
     x, y = inner["input"], inner["other"]

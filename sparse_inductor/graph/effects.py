@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -143,14 +145,24 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
 
 
+def reached(
+    start: Iterable[fx.Node],
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    most: float = math.inf,
+) -> Iterator[fx.Node]:
+    """The nodes that are reached from some, the nearest first, each once: `step` says where a node leads to."""
+    queue, seen = deque(start), set[fx.Node]()
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            queue += step(node)
+
+
 def made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and all that goes into it, each once."""
-    queue, seen = [node], {node}
-    while queue:
-        yield (one := queue.pop())
-        new = [n for n in one.all_input_nodes if n not in seen]
-        seen.update(new)
-        queue += new
+    """The node and all that goes into it."""
+    return reached([node], lambda n: n.all_input_nodes)
 
 
 def gives_memory(node: fx.Node) -> bool:

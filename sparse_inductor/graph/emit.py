@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .. import compat
 from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
+from .modes import modes_by_node, modes_now
 from .view import GraphView
 
 _MADE_AGAIN = 8
@@ -47,6 +47,14 @@ class Emitter:
             raise IndexError("select() of an empty axis")  # which torch 2.11 does to a fake
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
+
+    def again(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
+        """A call of the graph once more, with what is `new` in the place of its arguments."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
+        if node.op == "call_method":
+            return self.method(str(node.target), *args, **kwargs)
+        assert callable(node.target)
+        return self.call(node.target, *args, **kwargs)
 
     def attribute(self, name: str, value: Any) -> fx.Node:
         """A read of an attribute of the graph's module."""
@@ -106,12 +114,7 @@ class Emitter:
     @functools.cached_property
     def _recorded(self) -> bool:
         """Whether autograd records what runs at the anchor."""
-        node = self._anchor.prev
-        while node.op != "root":
-            if compat.sets_grad_mode(node.target):
-                return bool(node.args[0])
-            node = node.prev
-        return torch.is_grad_enabled()
+        return modes_by_node(self._graph, modes_now())[self._anchor].records
 
 
 def made_again(
@@ -142,8 +145,7 @@ def made_again(
     def make(e: Emitter) -> fx.Node:
         new: dict[fx.Node, fx.Node] = {}
         for n in dict.fromkeys(made):
-            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: new.get(a, a))
-            new[n] = (e.method if n.op == "call_method" else e.call)(n.target, *args, **kwargs)
+            new[n] = e.again(n, new)
         return new.get(node, node)
 
     return list(dict.fromkeys(leaves)), make

@@ -20,8 +20,9 @@ from torch import fx
 
 from .contraction import PRODUCTS, Contraction, Operand, contraction
 from .emit import Emitter
-from .indices import items_of, only_new_axes
+from .indices import is_full, taken
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
+from .no_match import remembered
 from .parts import entry_of_axis
 from .shapes import order_of
 from .values import is_parameter, only_along, uniform
@@ -78,6 +79,17 @@ class Linear:
         """What is read beside the source."""
         return [t for t in (self.weight_source, self.bias, *self.also) if t is not None]
 
+    def times(self, number: float) -> Linear:
+        """The map that gives as many times as much."""
+        if number == 1:
+            return self
+
+        def scaled(make: Make) -> Make:
+            return lambda e: e.call(operator.mul, make(e), number)
+
+        make_bias = None if self.bias is None else scaled(self.emit_bias)
+        return dataclasses.replace(self, weight=scaled(self.weight), make_bias=make_bias)
+
     def emit_bias(self, e: Emitter) -> fx.Node | None:
         """[V], or None."""
         return self.bias if self.make_bias is None else self.make_bias(e)
@@ -93,6 +105,7 @@ class Linear:
         return self.v_dim if self.order is None else self.order[self.v_dim]
 
 
+@remembered
 def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
     batched; None if it is no matmul at all."""
@@ -106,7 +119,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     product = contraction(view, node)
     if product is None:
         return []
-    if call.name == "einsum" and product.multiplies:
+    if call.name == "einsum" and not product.summed:
         return None
     found = _scaled(view, product)
     if product.bias is None:
@@ -153,15 +166,7 @@ def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
     sides = [(product.a, product.b), (product.b, product.a)][: 1 if product.weight else 2]
     found = [f for x, w in sides if (f := _reading(view, product, x, w)) is not None]
     alpha = _exact(product.scale, product.node)
-    if not alpha:
-        return []
-    if alpha == 1:
-        return found
-
-    def times(weight: Make) -> Make:
-        return lambda e: e.call(operator.mul, weight(e), alpha)
-
-    return [dataclasses.replace(f, weight=times(f.weight)) for f in found]
+    return [f.times(alpha) for f in found] if alpha else []
 
 
 def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:
@@ -281,19 +286,12 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
             break
         elif call.name in COPIES | SPREADS | {"repeat", "tile"}:
             axes = axes[len(axes) - len(inner) :]
-        elif call.name == "unsqueeze" and call["dim"] % len(axes) < len(axes) - 2:
-            del axes[call["dim"] % len(axes)]
-        elif call.name == "getitem" and _adds_an_axis(call["index"]):
-            axes = axes[len(axes) - len(inner) :]
+        elif (part := taken(view, call)) is not None and all(map(is_full, part.items)):
+            axes = [axis for axis, item in zip(axes, part.items) if item is not None]
         else:
             break
         node = x
     return node, axes
-
-
-def _adds_an_axis(index: Any) -> bool:
-    items = items_of(index)
-    return bool(items) and items[0] is None and None not in items[1:] and only_new_axes(index)
 
 
 def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from .fakes import fake
+from .names import Call
+from .view import GraphView, same_size
+from .vocabulary import PARTS
 
 
 def listed(x: Any) -> list[Any]:
@@ -43,3 +50,71 @@ def only_new_axes(index: Any) -> bool:
 def only_slices(index: Any) -> bool:
     """Whether an index takes elements in their order."""
     return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items_of(index))
+
+
+class Taken(NamedTuple):
+    """x[items], with one item for each axis of x, and None for new ones. passed: what takes x apart, of which this is
+    one of the pieces."""
+
+    x: fx.Node
+    items: list[Any]
+    passed: tuple[fx.Node, ...] = ()
+
+    @property
+    def origin(self) -> tuple[int | None, ...]:
+        """The axis of x that each axis of the result is, where items are numbers and slices; None for new ones."""
+        axes = iter(range(len(self.items)))
+        before = [None if item is None else next(axes) for item in self.items]
+        return tuple(a for a, i in zip(before, self.items) if i is None or isinstance(i, slice))
+
+
+def taken(view: GraphView, call: Call) -> Taken | None:
+    """What a call takes of a tensor as an index would, whatever it is called: a part of some axes, new ones of one
+    element. None for other calls, and where sizes are not known."""
+    x = call.get("input")
+    if not view.is_tensor(x):
+        return _piece(view, x, call) if call.name == "getitem" else None
+    shape = view.shape(x)
+    n = len(shape)
+    match call.name:
+        case "getitem":
+            items = expanded_index(call["index"], n)
+            return None if items is None else Taken(x, items)
+        case "unsqueeze":
+            at = call["dim"] % (n + 1)
+            return Taken(x, [*[slice(None)] * at, None, *[slice(None)] * (n - at)])
+        case "squeeze":
+            dims = listed(call["dim"]) if call.get("dim") is not None else range(n)
+            gone = [d % n for d in dims if n and same_size(shape[d], 1)]
+            return Taken(x, [0 if d in gone else slice(None) for d in range(n)])
+        case "select":
+            item = call["index"]
+        case "narrow":
+            start, length = call["start"], call["length"]
+            if not (isinstance(start, int) and isinstance(length, int)) or start < 0:
+                return None
+            item = slice(start, start + length)
+        case "slice":
+            item = slice(call.get("start"), call.get("end"), call.get("step", 1))
+        case _:
+            return None
+    return Taken(x, _only(call.get("dim", 0) % n, item, n))
+
+
+def _piece(view: GraphView, pieces: Any, call: Call) -> Taken | None:
+    """One of the results of split, chunk, tensor_split or unbind; sizes may be symbols."""
+    split = view.call(pieces)
+    if split is None or split.name not in PARTS or type(call["index"]) is not int:
+        return None
+    x = split["input"]
+    n, which = len(view.shape(x)), call["index"] % len(fake(pieces))
+    dim = split.get("dim", 0) % n
+    item: Any = which
+    if split.name != "unbind":
+        sizes = [piece.shape[dim] for piece in fake(pieces)]
+        item = slice(sum(sizes[:which]), sum(sizes[: which + 1]))
+    return Taken(x, _only(dim, item, n), (pieces,))
+
+
+def _only(dim: int, item: Any, n: int) -> list[Any]:
+    return [item if d == dim else slice(None) for d in range(n)]

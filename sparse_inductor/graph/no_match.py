@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -21,6 +22,29 @@ class NoMatch(Exception):
     def miss(self, anchor: fx.Node) -> Miss:
         """The near miss that it is; blames the anchor where no other line is to blame."""
         return Miss(self.reason, self.node or anchor)
+
+
+R = TypeVar("R")
+
+
+def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, fx.Node], R]:
+    """A question about a node of a view that is answered once, be it by NoMatch: patterns ask it of the same nodes."""
+
+    @functools.wraps(find)
+    def ask(view: GraphView, node: fx.Node) -> R:
+        known = view.remembered.setdefault(find, {})
+        if node not in known:
+            try:
+                known[node] = find(view, node)
+            except NoMatch as reason:
+                known[node] = reason
+        found = known[node]
+        if isinstance(found, NoMatch):
+            raise found.with_traceback(None)
+        answer: R = found
+        return answer
+
+    return ask
 
 
 class Recogniser:

@@ -13,7 +13,7 @@ from torch import fx
 
 from .indices import items_of
 from .names import Call
-from .view import GraphView
+from .view import GraphView, same_size
 
 SELECTIONS = frozenset("where masked_fill setitem index_put index_fill".split())
 
@@ -77,29 +77,24 @@ def selections(view: GraphView, call: Call) -> list[Selection]:
         case _:
             return []
     x, value = call["input"], call.get("value", call.get("values"))
-    mask = full_mask(view, x, index)
+    mask = _mask(view, x, index, value)
     return [Selection(x, Assigned(index) if mask is None else mask, value, negate=True)]
 
 
-def full_mask(view: GraphView, x: Any, index: Any) -> fx.Node | None:
-    """The boolean tensor of x's shape that an index is, if it is one."""
-    if isinstance(index, tuple) and len(index) == 1:
-        (index,) = index
-    boolean = view.is_tensor(index) and view.dtype(index) == torch.bool
-    return index if boolean and view.same_shape(index, x) else None
+def _mask(view: GraphView, x: Any, index: Any, value: Any) -> fx.Node | None:
+    """The boolean tensor that an index is which takes all of the first axes: `x[mask]`, `x[..., mask]`, `x[:, mask]`;
+    None for others, and for values of which each element gets its own."""
+    *before, mask = items_of(index)
+    if not (view.is_tensor(mask) and view.dtype(mask) == torch.bool):
+        return None
+    if view.is_tensor(value) and not all(same_size(s, 1) for s in view.shape(value)):
+        return None
+    left = len(view.shape(x)) - len(view.shape(mask))
+    every = before == [Ellipsis] or (len(before) == left and all(i == slice(None) for i in before))
+    return mask if left >= 0 and every else None
 
 
 def _span(view: GraphView, item: Any) -> int:
     if isinstance(item, fx.Node) and view.is_tensor(item) and view.dtype(item) == torch.bool:
         return len(view.shape(item))
     return 0 if item is None else 1
-
-
-def trailing_mask(view: GraphView, x: Any, assigned: Assigned) -> fx.Node | None:
-    """The boolean tensor that an index is which takes all of the first axes: `x[..., mask]`, `x[:, :, mask]`."""
-    *before, mask = assigned.items()
-    if not (view.is_tensor(mask) and view.dtype(mask) == torch.bool):
-        return None
-    left = len(view.shape(x)) - len(view.shape(mask))
-    every = before == [Ellipsis] or (len(before) == left and all(i == slice(None) for i in before))
-    return mask if left >= 0 and every else None

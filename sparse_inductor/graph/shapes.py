@@ -16,19 +16,10 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .indices import expanded_index, listed
+from .indices import Taken, listed, taken
 from .names import Call
 from .no_match import NoMatch
-from .view import GraphView, fake, same_size, same_sizes, static_size
-from .vocabulary import PARTS
-
-
-class Combined(NoMatch):
-    """Two values that both come from linears meet here: these epilogues."""
-
-    def __init__(self, reason: str, node: fx.Node, epilogues: tuple[Any, ...]):
-        super().__init__(reason, node)
-        self.epilogues = epilogues
+from .view import GraphView, fake, label, same_size, same_sizes, static_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,46 +37,25 @@ class Move:
     columns: slice | fx.Node | None = None
 
 
-def _permutation(perm: Sequence[int], v: int) -> Move:
-    perm = tuple(perm)
-    return Move(perm.index(v), perm, lambda e, t, row: e.method("permute", t, perm))
-
-
-def _index(node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
-    """Basic indexing, one item an axis of `shape` with None for new axes; tensors only where alone and before V."""
-    axis, new_v, columns = 0, None, None
-    origin: list[int | None] = []
-    kept: list[Any] = []
-    for item in items:
-        if item is None:
-            origin.append(None)
-            kept.append(None)
-            continue
-        if axis == v:
-            if isinstance(item, fx.Node) and isinstance(fake(item), torch.Tensor):
-                alone = all(i == slice(None) for i in items if i is not item and i is not None)
-                if fake(item).dim() != 1 or fake(item).dtype == torch.bool or not alone:
-                    raise NoMatch(
-                        "gathers outputs of the linear in a way that is not followed", node
-                    )
-                columns = item
-            elif not isinstance(item, slice):
-                raise NoMatch("picks single outputs of the linear", node)
-            elif item != slice(None):
-                columns = item
-            new_v = len(origin)
-            origin.append(axis)
-            kept.append(slice(None))
-        else:
-            if isinstance(item, slice):
-                origin.append(axis)
-            elif isinstance(item, fx.Node) and isinstance(fake(item), torch.Tensor):
-                raise NoMatch("gathers rows by a tensor index before the reduction", node)
-            elif isinstance(item, (list, tuple, bool)):
-                raise NoMatch("gathers rows by a list before the reduction", node)
-            kept.append(item)
-        axis += 1
-    assert new_v is not None
+def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
+    """Basic indexing; a tensor only where it is alone and takes entries of V."""
+    at = [d for d, item in enumerate(part.items) if item is not None]
+    columns, others = part.items[at[v]], [part.items[d] for d in at if d != at[v]]
+    if any(map(_is_tensor, others)):
+        raise NoMatch("gathers rows by a tensor index before the reduction", node)
+    if any(isinstance(item, (list, tuple, bool)) for item in others):
+        raise NoMatch("gathers rows by a list before the reduction", node)
+    if _is_tensor(columns):
+        vector = fake(columns).dim() == 1 and fake(columns).dtype != torch.bool
+        if not vector or any(item != slice(None) for item in others):
+            raise NoMatch("gathers outputs of the linear in a way that is not followed", node)
+    elif not isinstance(columns, slice):
+        raise NoMatch("picks single outputs of the linear", node)
+    kept = list(part.items)
+    kept[at[v]] = slice(None)
+    if any(isinstance(i, slice) and isinstance(i.stop, torch.SymInt) for i in part.items):
+        raise NoMatch(f"{label(part.passed[0])} has pieces of unknown size", node)
+    origin = Taken(part.x, kept).origin
 
     def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
         index: list[Any] = []
@@ -101,14 +71,12 @@ def _index(node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
             return t
         return e.call(operator.getitem, t, tuple(index))
 
-    return Move(new_v, tuple(origin), apply, columns)
+    columns = None if columns == slice(None) else columns
+    return Move(origin.index(v), origin, apply, columns)
 
 
-def _expand_index(index: Any, ndim: int, node: fx.Node) -> list[Any]:
-    items = expanded_index(index, ndim)
-    if items is None:
-        raise NoMatch("has an index that the walk does not understand", node)
-    return items
+def _is_tensor(item: Any) -> bool:
+    return isinstance(fake(item), torch.Tensor)
 
 
 def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
@@ -157,39 +125,6 @@ def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | N
     return next((p for p in range(len(after)) if same_sizes(split(after, p), wanted)), None)
 
 
-def _squeeze(node: fx.Node, before: tuple, dims: Sequence[int], v: int) -> Move:
-    if v in dims:
-        raise NoMatch("squeezes the linear's output axis", node)
-    gone = sorted((d for d in dims if same_size(before[d], 1)), reverse=True)
-
-    def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
-        for d in gone:
-            t = e.method("squeeze", t, d)
-        return t
-
-    origin = tuple(a for a in range(len(before)) if a not in gone)
-    return Move(origin.index(v), origin, apply)
-
-
-def _pieces(call: Call, which: int, node: fx.Node, ndim: int) -> list[Any]:
-    """The basic index of one output of split, chunk, tensor_split or unbind."""
-    dim = call.get("dim", 0) % ndim
-    items: list[Any] = [slice(None)] * ndim
-    if call.name == "unbind":
-        items[dim] = which
-        return items
-    if not all(isinstance(piece.shape[dim], int) for piece in fake(node.args[0])):
-        raise NoMatch(f"{call.name} has pieces of unknown size", node)
-    items[dim] = piece_of(node.args[0], dim, which)
-    return items
-
-
-def piece_of(pieces: fx.Node, dim: int, which: int) -> slice:
-    """The part of an axis that one of its pieces is, of sizes that may be symbols."""
-    sizes = [piece.shape[dim] for piece in fake(pieces)]
-    return slice(sum(sizes[:which]), sum(sizes[: which + 1]))
-
-
 def order_of(call: Call, n: int) -> list[int] | None:
     """Of n axes, which one each axis of the result is, where the op only puts them in another order; else None."""
     order = list(range(n))
@@ -221,16 +156,11 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
     after, n = view.shape(node), len(before)
     order = order_of(call, n)
     if order is not None:
-        return _permutation(order, v)
+        dims = tuple(order)
+        return Move(dims.index(v), dims, lambda e, t, row: e.method("permute", t, dims))
+    if (part := taken(view, call)) is not None:
+        return _index(node, view.shape(part.x), part, v)
     match call.name:
-        case "unsqueeze":
-            at = call["dim"] % (n + 1)
-            return _index(node, before, [*[slice(None)] * at, None, *[slice(None)] * (n - at)], v)
-        case "squeeze":
-            dims = call.get("dim")
-            units = [d for d in range(n) if same_size(before[d], 1)]
-            dims = units if dims is None else [d % n for d in listed(dims)]
-            return _squeeze(node, before, dims, v)
         case "view":
             return _view(node, call.get("shape", ()), before, after, v)
         case "view_as":
@@ -246,41 +176,20 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             return Move(origin.index(v), origin, apply)
         case "expand" | "expand_as":
             return _expand(node, call, before, after, v)
-        case "narrow":
-            start, length = call["start"], call["length"]
-            stop = start + length if isinstance(start, int) and isinstance(length, int) else None
-            if stop is None:
-                raise NoMatch("narrows by sizes that are not known", node)
-            return _index(node, before, _only(call["dim"] % n, slice(start, stop), n), v)
-        case "slice":
-            part = slice(call.get("start"), call.get("end"), call.get("step", 1))
-            return _index(node, before, _only(call.get("dim", 0) % n, part, n), v)
-        case "select":
-            return _index(node, before, _only(call["dim"] % n, call["index"], n), v)
         case "index_select":
             d, index = call["dim"] % n, call["index"]
             if d == v:
-                return _index(node, before, _only(d, index, n), v)
+                items = [index if a == d else slice(None) for a in range(n)]
+                return _index(node, before, Taken(call["input"], items), v)
 
             def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
                 single = row and same_size(fake(t).shape[d], 1) and not same_size(before[d], 1)
                 return t if single else e.method("index_select", t, d, index)
 
             return Move(v, tuple(range(n)), apply)
-        case "getitem":
-            producer = view.call(call["input"])
-            if not view.is_tensor(call["input"]):
-                if producer is None or producer.name not in PARTS:
-                    raise NoMatch("takes one of several results", node)
-                before = view.shape(producer["input"])
-                items = _pieces(producer, call["index"], node, len(before))
-                return _index(node, before, items, v)
-            return _index(node, before, _expand_index(call["index"], n, node), v)
+        case "narrow":
+            raise NoMatch("narrows by sizes that are not known, or from the end", node)
     raise NoMatch(f"{call.name} before the reduction is not followed", node)
-
-
-def _only(dim: int, item: Any, n: int) -> list[Any]:
-    return [item if d == dim else slice(None) for d in range(n)]
 
 
 def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import fx
 from .. import compat
 from .effects import made_of
 from .fakes import bounds
-from .indices import expanded_index, only_slices
+from .indices import Taken, only_slices, taken
 from .names import Call
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
@@ -38,12 +38,10 @@ _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vec
 
 def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
-    original, passed = view.behind(x, VIEWS | COPIES | {"cast"})
-    values = [*passed, original]
-    if any(view.value(n, by) is not n for n, by in zip(values, (reader, *passed))):
-        return False
-    masks = (view.is_tensor(n) and view.dtype(n) == torch.bool for n in values)
-    return any(masks) or view.name_of(original) in _NOT_NEGATIVE
+    original, passed = view.original(view.value(x, reader), VIEWS | COPIES | {"cast"})
+    values = [n for n in (*passed, original) if view.is_tensor(n)]
+    masks = any(view.dtype(n) == torch.bool for n in values)
+    return masks or (original in values and view.name_of(original) in _NOT_NEGATIVE)
 
 
 def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
@@ -88,15 +86,7 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
     if view.const(x, reader) is not None:
         return True
     if call.name in ("expand", "expand_as", "repeat", "tile"):
-        inner = view.shape(call["input"])
-        return (
-            len(inner) < from_end
-            or same_size(inner[-from_end], 1)
-            or (
-                same_size(inner[-from_end], shape[-from_end])
-                and uniform(view, call["input"], from_end, x)
-            )
-        )
+        return uniform(view, call["input"], from_end, x)
     if (axis := _axis_above(view, x, call, len(shape) - from_end)) is not None:
         return uniform(view, call["input"], len(view.shape(call["input"])) - axis, x)
     if call.name in _ELEMENTWISE:
@@ -112,16 +102,16 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
 def _axis_above(view: GraphView, x: fx.Node, call: Call, axis: int) -> int | None:
     """Which axis of a view's input an axis of its result is, one after the other, where it only reorders axes, adds
     some of one element, or takes slices; None for other calls."""
-    if call.name == "unsqueeze":
-        return axis - (call["dim"] % len(view.shape(x)) < axis)
     if (order := order_of(call, len(view.shape(x)))) is not None:
         return order[axis]
-    if call.name != "getitem" or not view.is_tensor(call["input"]):
+    part = taken(view, call)
+    if (
+        part is None
+        or part.passed
+        or not all(i is None or isinstance(i, slice) for i in part.items)
+    ):
         return None
-    items = expanded_index(call["index"], len(view.shape(call["input"])))
-    if items is None or not all(i is None or isinstance(i, slice) for i in items):
-        return None
-    return sum(i is not None for i in items[:axis])
+    return part.origin[axis]
 
 
 def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> bool:
@@ -132,7 +122,7 @@ def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> 
     return at >= 0 and same_sizes(sizes, wanted)
 
 
-_MOVES = COPIES | REORDERS | REGROUPS | {"select", "getitem", "cast"}
+_MOVES = COPIES | REORDERS | REGROUPS | {"cast"}
 # What holds every position exactly: of 16 bits the positions from 257 or 2,049 on are rounded, of 8 bits they wrap.
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 
@@ -175,7 +165,8 @@ def progression(view: GraphView, x: Any, reader: fx.Node) -> Progression | None:
             inner, other = other, inner
         if not view.is_tensor(inner) or view.value(inner, x) is not inner:
             return None
-        if call.name != "getitem" and not _alike(view.shape(inner), view.shape(x)):
+        part = taken(view, call)
+        if part is None and not _alike(view.shape(inner), view.shape(x)):
             return None
         if call.name in ("add", "sub", "mul"):
             number = integer(view, other, x)
@@ -185,8 +176,8 @@ def progression(view: GraphView, x: Any, reader: fx.Node) -> Progression | None:
                 step = step * number
             else:
                 start = start + step * (number if call.name == "add" else -number)
-        elif call.name == "getitem":
-            more = _skipped(view, inner, call["index"])
+        elif part is not None:
+            more = _skipped(view, part)
             if more is None:
                 return None
             skipped = skipped + more
@@ -206,18 +197,17 @@ def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(of_a) < 2 and same_sizes(of_a, of_b)
 
 
-def _skipped(view: GraphView, x: fx.Node, index: Any) -> Any:
-    """How many entries of the only axis of x with several lie before those that an index takes, of which it leaves
-    none out; None for other indices."""
-    shape = view.shape(x)
-    items, wide = expanded_index(index, len(shape)), _wide(shape)
-    if items is None or len(wide) > 1 or not only_slices(tuple(items)):
+def _skipped(view: GraphView, part: Taken) -> Any:
+    """How many entries of the only axis with several lie before those that are taken, of which none is left out; None
+    for other parts."""
+    wide = _wide(view.shape(part.x))
+    if len(wide) > 1 or not only_slices(tuple(part.items)):
         return None
-    own = [i for i in items if i is not None]
+    own = [i for i in part.items if i is not None]
     item = own[wide[0]] if wide else slice(None)
     if not isinstance(item, slice) or item.step not in (None, 1):
         return None
-    first = integer(view, item.start or 0, x)
+    first = integer(view, item.start or 0, part.x)
     known = isinstance(first, int) or (first is not None and bounds(first)[0] >= 0)
     return first if known and not (isinstance(first, int) and first < 0) else None
 

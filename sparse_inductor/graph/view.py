@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,12 +14,12 @@ from torch import fx
 from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
+from .modes import changes_grad_mode, modes_by_node, modes_now
 from .names import Call, canonical, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
-    "CONSTANT_LIKE", "GraphView", "Unknown", "changes_grad_mode", "fake", "label", "rounded", "same_size", "same_sizes",
-    "static_size",
+    "CONSTANT_LIKE", "GraphView", "Unknown", "fake", "label", "rounded", "same_size", "same_sizes", "static_size",
 ]  # fmt: skip
 
 CONSTANT_LIKE = frozenset(
@@ -61,20 +61,11 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
-        self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
-        self.products: dict[fx.Node, Any] = {}  # of `contraction`
-        self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
+        self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
         self.walked: dict[fx.Node, Any] = {}  # of `walk_back`, as the next one
         self.walks_cut = 0
         self.transforms = _transforms(graph)
-
-    @functools.cached_property
-    def _modes(self) -> dict[fx.Node, _Mode]:
-        return _grad_modes(self.graph)
-
-    @functools.cached_property
-    def _casts(self) -> dict[fx.Node, dict[str, bool]]:
-        return _autocast_regions(self.graph)
+        self._modes = modes_by_node(graph, modes_now())
 
     @functools.cached_property
     def function_body(self) -> bool:
@@ -145,22 +136,21 @@ class GraphView:
         forward, nor in what is compiled to a package."""
         if self.function_body or compat.compiling_ahead():
             return False
-        if self._modes:
-            return any(mode.records for mode in self._modes.values())
-        return torch.is_grad_enabled()
+        return any(modes.records for modes in self._modes.values())
 
     def records(self, node: fx.Node) -> bool:
         """Whether autograd records at the place of a node."""
-        return self._modes[node].records if self._modes else torch.is_grad_enabled()
+        return self._modes[node].records
 
     def in_inference_mode(self, node: fx.Node) -> bool:
         """Whether the graph makes a node under inference_mode."""
-        return bool(self._modes) and self._modes[node].inference
+        return self._modes[node].inference
 
     def autocasts(self, node: fx.Node) -> bool:
         """Whether autocast chooses what a tensor's node computes in."""
         device = fake(node).device.type
-        return self._casts.get(node, {}).get(device, torch.is_autocast_enabled(device))
+        known = self._modes[node].autocast.get(device)
+        return torch.is_autocast_enabled(device) if known is None else known[0]
 
     def needs_grad(self, node: Any) -> bool:
         """Whether a gradient may be asked for of a tensor."""
@@ -182,6 +172,18 @@ class GraphView:
         while (call := self.call(node)) is not None and call.name in names:
             passed.append(node)
             node = call["input"]
+        return node, passed
+
+    def original(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
+        """The value that calls of certain names pass on, none of them in place, and their nodes, the last one first."""
+        passed: list[fx.Node] = []
+        while (call := self.call(node)) is not None and call.name in names and not call.inplace:
+            x = call["input"]
+            seen = self.value(x, node) if isinstance(x, fx.Node) else None
+            if seen is None:
+                break
+            passed.append(node)
+            node = seen
         return node, passed
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
@@ -260,6 +262,11 @@ class GraphView:
             return False  # of DTensors, whose functions torch 2.11 gives no arguments
         return all(self._same_argument(x.args[k], y.args[k], a, b) for k in x.args)
 
+    def same_read(self, x: fx.Node, reader: fx.Node, y: fx.Node, other: fx.Node) -> bool:
+        """Whether `reader` sees the same value of x as `other` does of y."""
+        u, v = self.value(x, reader), self.value(y, other)
+        return u is not None and v is not None and self.same_value(u, v)
+
     def _same_argument(self, p: Any, q: Any, a: fx.Node, b: fx.Node) -> bool:
         if (
             isinstance(p, fx.Node)
@@ -267,8 +274,7 @@ class GraphView:
             and self.is_tensor(p)
             and self.is_tensor(q)
         ):
-            u, v = self.value(p, a), self.value(q, b)
-            return u is not None and v is not None and self.same_value(u, v)
+            return self.same_read(p, a, q, b)
         if isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
             return len(p) == len(q) and all(self._same_argument(s, t, a, b) for s, t in zip(p, q))
         return self.same_value(p, q)
@@ -333,59 +339,6 @@ def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
             # torch.func.jvp is made of forward-mode differentiation.
             inside[node] = next((x for x in reversed(levels) if x != _FORWARD_AD), _FORWARD_AD)
     return inside
-
-
-def changes_grad_mode(node: fx.Node) -> bool:
-    """Whether a node turns the recording of gradients on or off."""
-    name = getattr(node.target, "__name__", "")
-    return "set_grad_enabled" in name or name.endswith("_inference_mode")
-
-
-class _Mode(NamedTuple):
-    """Whether autograd records, and whether inference_mode is on."""
-
-    records: bool
-    inference: bool
-
-
-def _grad_modes(graph: fx.Graph) -> dict[fx.Node, _Mode]:
-    """The mode before each node; nothing for a graph that does not change it."""
-    if not any(map(changes_grad_mode, graph.nodes)):
-        return {}
-    records, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    modes: dict[fx.Node, _Mode] = {}
-    before: dict[fx.Node, tuple[bool, bool]] = {}
-    for node in graph.nodes:
-        modes[node] = _Mode(records and not inference, inference)
-        if not changes_grad_mode(node):
-            continue
-        if node.target.__name__ == "_exit_inference_mode":
-            records, inference = before[node.args[0]]
-        elif node.target.__name__ == "_enter_inference_mode":
-            before[node] = records, inference
-            inference = node.args[0] is not False
-            records = not inference
-        else:
-            records = node.args[0] is not False
-    return modes
-
-
-def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, dict[str, bool]]:
-    """By device type whether autocast is on, for nodes in regions of the graph that turn it on or off."""
-    regions: dict[fx.Node, dict[str, bool]] = {}
-    before: dict[fx.Node, dict[str, bool]] = {}
-    now: dict[str, bool] = {}
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if name == "_enter_autocast":
-            before[node] = now
-            arguments: tuple[Any, ...] = (*node.args, None, True)
-            now = {**now, arguments[0]: bool(arguments[2])}
-        elif name == "_exit_autocast":
-            now = before.get(node.args[0], {})
-        elif now:
-            regions[node] = now
-    return regions
 
 
 def _impure(node: fx.Node) -> bool:

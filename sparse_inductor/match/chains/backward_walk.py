@@ -19,10 +19,9 @@ from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.parts import part_of_axis, restacked, undone, untaken
+from ...graph.parts import detour
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.shapes import Combined
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
@@ -36,32 +35,44 @@ _NOT_MONOTONE = {
 }  # fmt: skip
 
 
-def walk_back(view: GraphView, node: Any, reader: fx.Node, depth: int = 0) -> EpilogueChain:
-    """The epilogue that ends in the value `reader` sees of `node`. Raises NoMatch with the first thing in the way."""
+def walk_back(
+    view: GraphView,
+    node: Any,
+    reader: fx.Node,
+    depth: int = 0,
+    walk: type[BackwardWalk] | None = None,
+) -> EpilogueChain:
+    """The epilogue that ends in the value `reader` sees of `node`. Raises NoMatch with the first thing in the way.
+
+    walk: what passes one node, where that is more than an elementwise step.
+    """
+    walk = walk or BackwardWalk
     if not isinstance(node, fx.Node):
         raise NoMatch(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
         raise NoMatch(f"{label(node)} is changed in place through a view of it", node)
     # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
-    found = view.walked.get(seen)
+    found = view.walked.get((walk, seen))
     if found is None:
         cut = view.walks_cut
         if depth > _MAX_DEPTH:
             view.walks_cut += 1
             raise NoMatch("the chain of operations is too long", seen)
         try:
-            found = _walk_back(view, seen, depth)
+            found = _walk_back(view, seen, depth, walk)
         except NoMatch as reason:
             found = reason
         if view.walks_cut == cut:  # else one from a nearer reader may come further
-            view.walked[seen] = found
+            view.walked[walk, seen] = found
     if isinstance(found, NoMatch):
         raise found.with_traceback(None)
     return found
 
 
-def _walk_back(view: GraphView, node: fx.Node, depth: int) -> EpilogueChain:
+def _walk_back(
+    view: GraphView, node: fx.Node, depth: int, walk: type[BackwardWalk]
+) -> EpilogueChain:
     found = linears(view, node)
     if found is not None:
         if not found:
@@ -72,7 +83,7 @@ def _walk_back(view: GraphView, node: fx.Node, depth: int) -> EpilogueChain:
     call = view.call(node)
     if call is None:
         raise NoMatch(f"cannot see through {_describe(node)}", node)
-    return _BackwardWalk(view, node, call, depth).epilogue()
+    return walk(view, node, call, depth).epilogue()
 
 
 def _describe(node: fx.Node) -> str:
@@ -81,7 +92,7 @@ def _describe(node: fx.Node) -> str:
     return label(node)
 
 
-class _BackwardWalk:
+class BackwardWalk:
     """One node of the backward walk."""
 
     def __init__(self, view: GraphView, node: fx.Node, call: Call, depth: int):
@@ -90,7 +101,15 @@ class _BackwardWalk:
     def up(self, x: fx.Node) -> EpilogueChain:
         if self.call.name not in SHAPE_OPS and not self.view.same_shape(x, self.node):
             raise self._spread()
-        return walk_back(self.view, x, self.node, self.depth + 1)
+        return self.at(x, self.node)
+
+    def at(self, x: Any, reader: fx.Node) -> EpilogueChain:
+        """The epilogue of what a node further up reads."""
+        return walk_back(self.view, x, reader, self.depth + 1, type(self))
+
+    def is_full(self, x: Any) -> bool:
+        """Whether an operand has the shape of the result, so that nothing is broadcast."""
+        return self.view.is_tensor(x) and self.view.same_shape(x, self.node)
 
     def const(self, x: Any) -> float | None:
         return self.view.const(x, self.node)
@@ -118,13 +137,14 @@ class _BackwardWalk:
             if redistributed(node, call["input"]):
                 raise self.decline("the values move over the device mesh here")
             return self.up(call["input"]).then(Element(node))
+        if (around := detour(view, node, call)) is not None:
+            epilogue = self.at(around.tensor, (node, *around.passed)[-1])
+            return epilogue.then(Element(node, shape_op=around.shape_op, extra=around.passed))
         if name in SHAPE_OPS:
             return self._shape()
         if name in _HANDLERS:
-            return _HANDLERS[name](self)
-        if (whole := restacked(view, node, call)) is not None:
-            epilogue = walk_back(view, whole[0]["input"], whole[1][-1], self.depth + 1)
-            return epilogue.then(Element(node, shape_op=whole[0], extra=whole[1]))
+            passed: EpilogueChain = getattr(self, _HANDLERS[name])()
+            return passed
         if name in _NOT_MONOTONE:
             self.up(call["input"])
             if view.dtype(call["input"]).is_complex:
@@ -155,24 +175,13 @@ class _BackwardWalk:
         if fake(self.node).device != fake(x).device:
             raise self.decline("the values move to another device")
         epilogue = self.up(x)
-        if rounds(self.view.dtype(self.node), self.view.dtype(epilogue.linears[0].node)):
+        computed = {self.view.dtype(linear.node) for linear in epilogue.linears}
+        if any(rounds(self.view.dtype(self.node), dtype) for dtype in computed):
             raise self.decline(f"the values are rounded to {self.view.dtype(self.node)}")
         return epilogue.then(Element(self.node))
 
     def _shape(self) -> EpilogueChain:
         x = self.call["input"]
-        if (same := undone(self.view, self.node, self.call)) is not None:
-            epilogue = walk_back(self.view, same[0], [self.node, *same[1]][-1], self.depth + 1)
-            return epilogue.then(Element(self.node, extra=same[1]))
-        if (taken := untaken(self.view, self.node, self.call)) is not None:
-            tensor, passed, shape_op = taken
-            epilogue = walk_back(self.view, tensor, passed[-1], self.depth + 1)
-            return epilogue.then(Element(self.node, shape_op=shape_op, extra=passed))
-        part = part_of_axis(self.view, self.node, self.call)
-        if part is not None:
-            part_call, extra = part
-            epilogue = walk_back(self.view, part_call["input"], extra[-1], self.depth + 1)
-            return epilogue.then(Element(self.node, shape_op=part_call, extra=extra))
         if self.view.is_tensor(x):
             return self.up(x).then(Element(self.node, shape_op=self.call))
         parent = self.view.call(x)
@@ -184,7 +193,7 @@ class _BackwardWalk:
             raise self.decline(
                 f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"
             )
-        epilogue = walk_back(self.view, parent["input"], x, self.depth + 1)
+        epilogue = self.at(parent["input"], x)
         return epilogue.then(Element(self.node, shape_op=self.call, extra=(x,)))
 
     def _batch_norm(self) -> EpilogueChain:
@@ -194,28 +203,28 @@ class _BackwardWalk:
 
     # Two operands
 
-    def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
-        """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
-
-        def full(x: Any) -> bool:
-            return self.view.is_tensor(x) and self.view.same_shape(x, self.node)
-
+    def _found(self, a: Any, b: Any) -> list[tuple[EpilogueChain, int]]:
+        """The epilogues of two operands, of those that have the result's shape and one, each with its place."""
         first: NoMatch | None = None
         found: list[tuple[EpilogueChain, int]] = []
         for at, x in enumerate((a, b)):
-            if full(x):
+            if self.is_full(x):
                 try:
                     found.append((self.up(x), at))
                 except NoMatch as e:
                     # Of two reasons the one about real work beats "this is an input".
                     if first is None or "input of the graph" in first.reason:
                         first = e
-        if len(found) == 1:
-            return found[0]
-        if found:
-            reason = f"{self.call.name} combines two tensors that come from linears"
-            raise Combined(reason, self.node, tuple(epilogue for epilogue, _ in found))
-        raise first or self._spread()
+        if not found:
+            raise first or self._spread()
+        return found
+
+    def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
+        """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
+        found = self._found(a, b)
+        if len(found) > 1:
+            raise self.decline(f"{self.call.name} combines two tensors that come from linears")
+        return found[0]
 
     def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> EpilogueChain:
         """f(a, b) with the logits in a (`forward`) or in b (`backward`); each maps (operand, constant) to terms."""
@@ -245,17 +254,12 @@ class _BackwardWalk:
 
         if k == 1 and (rectified := self._twice_rectified(a, b)) is not None:
             return rectified
-        try:
-            return self._arithmetic(a, b, forward, backward)
-        except Combined as both:
-            # One from further up is of other epilogues; to walk again would take twice as long at every sum on the way.
-            here = both.node is self.node
-            found = (
-                summed(self.node, tuple(zip(both.epilogues, (1.0, k))), self.view) if here else ()
-            )
-            if not found:
-                raise
-            return EpilogueChain(tuple(found), ())
+        if self.const(a) is None and self.const(b) is None:
+            found = self._found(a, b)
+            summands = tuple((epilogue, (1.0, k)[at]) for epilogue, at in found)
+            if len(found) == 2 and (sums := summed(self.node, summands, self.view)):
+                return EpilogueChain(tuple(sums), ())
+        return self._arithmetic(a, b, forward, backward)
 
     def _twice_rectified(self, a: Any, b: Any) -> EpilogueChain | None:
         """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
@@ -263,8 +267,7 @@ class _BackwardWalk:
             call = self.view.call(y)
             if call is None or call.name != "abs" or call.inplace or not self.view.is_tensor(x):
                 continue
-            mine, theirs = self.view.value(x, self.node), self.view.value(call["input"], y)
-            same = mine is not None and theirs is not None and self.view.same_value(mine, theirs)
+            same = self.view.same_read(x, self.node, call["input"], y)
             if same and self.view.value(y, self.node) is y:
                 rectifier = Step("maximum", (0.0,)) if self.view.needs_grad(x) else Step("relu")
                 steps = (rectifier, Step("mul", (2.0,)))
@@ -273,14 +276,16 @@ class _BackwardWalk:
 
     def _mul(self) -> EpilogueChain:
         a, b = self.call["input"], self.call["other"]
-        for x, gate in ((a, b), (b, a)):
-            if (found := self._gate(x, gate)) is not None:
-                return found
+        return self._gates(a, b) or self._times(a, b)
 
+    def _times(self, a: Any, b: Any) -> EpilogueChain:
         def terms(operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
 
         return self._arithmetic(a, b, terms, terms)
+
+    def _gates(self, a: Any, b: Any) -> EpilogueChain | None:
+        return self._gate(a, b) or self._gate(b, a)
 
     def _gate(self, x: Any, gate: Any) -> EpilogueChain | None:
         """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
@@ -295,10 +300,15 @@ class _BackwardWalk:
         self, x: Any, keep: Any, negate: bool, c: float, factor: bool = False
     ) -> EpilogueChain | None:
         """x where a comparison of what it was computed from, and maybe a mask, say so, else c; None for other masks."""
-        parts, nodes = conditions(self.view, keep, self.node, negate)
-        if not (self.view.is_tensor(x) and self._compares_each(parts, x)):
+        view = self.view
+        parts, nodes = conditions(view, keep, self.node, negate)
+        # One number a token that is compared is a mask like any other.
+        each = any(is_comparison(view, p) and view.same_shape(p, x) for p in parts)
+        if not (view.is_tensor(x) and each):
             return None
         epilogue, through, masks = self.up(x), False, []
+        if len(epilogue.factors) > 1:
+            return None
         for part in parts:
             found = gated(self.view, self.node, epilogue, part, negate, c, factor)
             if found is None:
@@ -307,11 +317,6 @@ class _BackwardWalk:
             else:
                 epilogue, through = found, True
         return epilogue.then(Element(self.node, tuple(masks), extra=nodes)) if through else None
-
-    def _compares_each(self, conditions: list[Any], x: fx.Node) -> bool:
-        """Whether one of some conditions compares every element of `x`, not one number a token."""
-        view = self.view
-        return any(is_comparison(view, c) and view.same_shape(c, x) for c in conditions)
 
     def _einsum(self) -> EpilogueChain:
         """An einsum that sums over nothing is a product like any other, the logits' axes put where it broadcasts."""
@@ -324,7 +329,7 @@ class _BackwardWalk:
             if orders is None or x.written or other.written:
                 continue
             try:
-                epilogue = walk_back(self.view, x.node, self.node, self.depth + 1)
+                epilogue = self.at(x.node, self.node)
             except NoMatch as reason:
                 first = reason
                 continue
@@ -428,11 +433,9 @@ def _broadcasting(
     return [mine.index(letter) for letter in order], [order.index(letter) for letter in out]
 
 
-_HANDLERS: dict[str, Callable[[_BackwardWalk], EpilogueChain]] = {
-    **dict.fromkeys(("maximum", "minimum"), _BackwardWalk._bound),
-    **dict.fromkeys(SELECTIONS, _BackwardWalk._selected),
-    **dict.fromkeys(("add", "sub", "rsub"), _BackwardWalk._sum),
-    **{
-        name: getattr(_BackwardWalk, "_" + name) for name in "batch_norm einsum mul div pow".split()
-    },
+_HANDLERS: dict[str, str] = {
+    **dict.fromkeys(("maximum", "minimum"), "_bound"),
+    **dict.fromkeys(SELECTIONS, "_selected"),
+    **dict.fromkeys(("add", "sub", "rsub"), "_sum"),
+    **{name: "_" + name for name in "batch_norm einsum mul div pow".split()},
 }

@@ -145,7 +145,7 @@ class Chain:
 
     def _row(self, term: Term, node: fx.Node) -> None:
         # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
-        if self.tail and not (_scales(term) and self._only_scaled()):
+        if self.tail and not (scales(term) and self._only_scaled()):
             if self.linear_after:
                 raise NoMatch(_MORE, node)
             what = "term" if term.fn == "add" else "mask"
@@ -184,7 +184,7 @@ class Chain:
 
     def _only_scaled(self) -> bool:
         """Whether what is in the tail commutes with a constant factor."""
-        return all(isinstance(t, Term) and _scales(t) for t in self.tail)
+        return all(isinstance(t, Term) and scales(t) for t in self.tail)
 
     def _linear_so_far(self) -> bool:
         """Whether the chain is still a non-zero multiple of the linear."""
@@ -332,11 +332,7 @@ class Chain:
 
     def token_operand(self, e: Emitter, term: Term) -> fx.Node:
         """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""
-        at = len(self.moves)
-        assert isinstance(term.operand, (fx.Node, Assigned))
-        if isinstance(term.operand, Assigned):
-            return self._assigned(e, term.operand, at)
-        return prepared(e, self._aligned(e, term.operand, at), term.prepare)
+        return self._row_operand(e, _Row(len(self.moves), term, self.linear.node))
 
     def row_operands(self, e: Emitter) -> list[fx.Node]:
         """Every row operand in the shape of the frame, 1 in the place of V."""
@@ -410,11 +406,11 @@ class Chain:
         return prepared(e, t, term.prepare)
 
 
-def _scales(term: Term) -> bool:
+def scales(term: Term) -> bool:
     """Whether a term is a factor, or one of 0 or 1 for what it keeps."""
     return term.fn == "mul" or (term.fn == "where" and term.const == (0.0,))
 
 
 def _is_factor(term: Term) -> bool:
     """The same, of an operand that may wait until after a further linear map."""
-    return isinstance(term.operand, (fx.Node, Assigned)) and _scales(term)
+    return isinstance(term.operand, (fx.Node, Assigned)) and scales(term)

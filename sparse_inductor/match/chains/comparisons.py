@@ -16,7 +16,7 @@ from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
 from .epilogue_chain import Element, EpilogueChain
 
-_COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
+COMPARED = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,27 +67,24 @@ def compared(
     if call is None or call.name not in COMPARISONS:
         return None
     negate ^= negated
-    nodes = (*wrapped, condition)
-    sides = call["input"], call["other"]
-    for operand, other, less in (
-        (*sides, call.name in ("lt", "le")),
-        (*sides[::-1], call.name in ("gt", "ge")),
-    ):
+    large, small, ties = call.ordered(negate)
+    for operand, other, above in ((large, small, True), (small, large, False)):
         if not view.is_tensor(operand):
             continue
         theirs = view.value(operand, condition)
         if theirs is None:
             continue
-        original, copies = _original(view, theirs)
-        same = view.same_value(mine, theirs) or view.same_value(_original(view, mine)[0], original)
+        original, copies = view.original(theirs, COMPARED)
+        same = view.same_value(mine, theirs) or view.same_value(
+            view.original(mine, COMPARED)[0], original
+        )
         if not same:
             continue
         at = view.const(other, node)
         if at is None:
             what = label(other) if isinstance(other, fx.Node) else "it"
             raise NoMatch(f"the threshold ({what}) is a tensor, not a number", node)
-        ties = (call.name in ("ge", "le")) ^ negate
-        return Edge(at, not (less ^ negate), ties, negate, (*nodes, *copies))
+        return Edge(at, above, ties, negate, (*wrapped, condition, *copies))
     return None
 
 
@@ -99,20 +96,8 @@ def is_comparison(view: GraphView, condition: Any) -> bool:
 
 def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
     """A condition without its negations, copies and casts; these, the last one first; whether they negate it."""
-    condition, wrapped = view.behind(condition, NEGATIONS | _COPIES | {"cast"})
+    condition, wrapped = view.behind(condition, NEGATIONS | COMPARED | {"cast"})
     return condition, wrapped, sum(view.name_of(n) in NEGATIONS for n in wrapped) % 2 == 1
-
-
-def _original(view: GraphView, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a copy, detached or not, is a copy of; it and the copies between."""
-    copies: list[fx.Node] = []
-    while (call := view.call(node)) is not None and call.name in _COPIES:
-        seen = view.value(call["input"], node)
-        if seen is None:
-            break
-        copies.append(node)
-        node = seen
-    return node, copies
 
 
 # Values kept where one that they were computed from is above a number, as where(z > 0, log1p(z), 0), are a threshold
@@ -127,7 +112,7 @@ def conditions(
 ) -> tuple[list[Any], tuple[fx.Node, ...]]:
     """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
     that combine them."""
-    below, copies = view.behind(x, _COPIES | {"cast"})
+    below, copies = view.behind(x, COMPARED | {"cast"})
     call = view.call(below)
     if call is None or call.inplace or call.name != _BOTH[negate]:
         return [x], ()

@@ -67,6 +67,11 @@ class EpilogueChain:
     linears: tuple[Linear, ...]
     elements: tuple[Element, ...]
 
+    @property
+    def factors(self) -> tuple[EpilogueChain, ...]:
+        """The epilogues whose product the value is."""
+        return (self,)
+
     def then(self, element: Element) -> EpilogueChain:
         return EpilogueChain(self.linears, (*self.elements, element))
 
@@ -82,7 +87,11 @@ def summed(
     for epilogue, number in summands:
         steps = [term for element in epilogue.elements for term in element.terms]
         moved = any(element.shape_op is not None for element in epilogue.elements)
-        if moved or not all(isinstance(s, Step) and s.fn == "mul" for s in steps):
+        if (
+            moved
+            or len(epilogue.factors) > 1
+            or not all(isinstance(s, Step) and s.fn == "mul" for s in steps)
+        ):
             return []
         scales.append(math.prod((s.consts[0] for s in steps if isinstance(s, Step)), start=number))
         nodes += [n for element in epilogue.elements for n in (*element.extra, element.node)]
@@ -90,9 +99,7 @@ def summed(
     for readings in product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}
         if len(axes) == 1 and all(r.v_axes == 1 for r in readings):
-            parts = [
-                _scaled(part, scale) for r, scale in zip(readings, scales) for part in r.summands
-            ]
+            parts = [p.times(scale) for r, scale in zip(readings, scales) for p in r.summands]
             within = [n for r in readings for n in (*r.within, r.node)]
             found.append(_joined(node, parts, (*within, *nodes)))
     return found
@@ -122,14 +129,3 @@ def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...])
 def _sum_of_biases(parts: Sequence[Linear], e: Emitter) -> fx.Node:
     biases = [p.emit_bias(e) for p in parts]
     return functools.reduce(functools.partial(e.call, operator.add), biases)
-
-
-def _scaled(part: Linear, scale: float) -> Linear:
-    if scale == 1:
-        return part
-
-    def times(make: Make) -> Make:
-        return lambda e: e.call(operator.mul, make(e), scale)
-
-    make_bias = None if part.bias is None else times(part.emit_bias)
-    return dataclasses.replace(part, weight=times(part.weight), make_bias=make_bias)

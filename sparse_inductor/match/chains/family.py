@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -10,7 +9,9 @@ from torch import fx
 
 from ... import compat
 from ...graph.contraction import contraction
+from ...graph.effects import reached
 from ...graph.gemm import entry_of_stack, linears
+from ...graph.no_match import remembered
 from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss
@@ -23,54 +24,31 @@ _REACH = 40  # nodes looked at; a head has about ten
 def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str]:
     """Canonical names found among the producers of a tensor; matmuls are not crossed, nor what `stop` names. A linear
     map counts as "linear", a matmul of two batched tensors as "batched matmul"."""
-    found: set[str] = set()
-    seen: set[fx.Node] = set()
-    queue = deque([node])
-    while queue and len(seen) < _REACH:
-        node = queue.popleft()
-        if node in seen:
-            continue
-        name, producers = _named(view, node)
-        if producers is None:
-            continue
-        seen.add(node)
-        if name is not None:
-            found.add(name)
-        if name not in stop:
-            queue += producers
-    return found
+
+    def up(n: fx.Node) -> Sequence[fx.Node]:
+        name, producers = _named(view, n)
+        return () if name in stop else producers
+
+    names = (_named(view, n)[0] for n in reached([node], up, _REACH))
+    return {name for name in names if name is not None}
 
 
-def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node] | None]:
-    """What a node counts as, and what is above it: nothing of a product, None of what is no tensor. Every linear of a
-    model looks at much the same ones, so they are remembered."""
-    if node not in view.named:
-        name: str | None = None
-        producers: Sequence[fx.Node] | None = ()
-        readings = linears(view, node)
-        if not isinstance(fake(node), (torch.Tensor, tuple, list)):
-            producers = None
-        elif readings is not None:
-            name = "linear" if readings else "batched matmul"
-        elif entry_of_stack(view, node) is not None:
-            name = "linear"
-        else:
-            name = view.name_of(node)
-            producers = node.all_input_nodes  # a function of somebody else's may well be in the way
-        view.named[node] = name, producers
-    return view.named[node]
+@remembered
+def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node]]:
+    """What a node counts as, and what is above it: nothing of a product."""
+    readings = linears(view, node)
+    if readings is not None:
+        return "linear" if readings else "batched matmul", ()
+    if entry_of_stack(view, node) is not None:
+        return "linear", ()
+    # A function of somebody else's may well be in the way.
+    values = (torch.Tensor, tuple, list)
+    return view.name_of(node), [n for n in node.all_input_nodes if isinstance(fake(n), values)]
 
 
-def below(view: GraphView, node: fx.Node, names: Collection[str], reach: int = 8) -> bool:
+def below(view: GraphView, node: fx.Node, names: Collection[str]) -> bool:
     """Whether one of the next few readers of a node is one of `names`."""
-    queue = list(node.users)
-    while queue and reach:
-        user = queue.pop(0)
-        reach -= 1
-        if view.name_of(user) in names:
-            return True
-        queue += user.users
-    return False
+    return any(view.name_of(n) in names for n in reached(node.users, lambda n: n.users, 8))
 
 
 def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] | None:

@@ -244,7 +244,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     found = above(view, tokens, _POOLED)
     if "linear" not in found:
         return None
-    activated = bool(found & _RISES and found & _LOGS)
+    activated = _is_activated(found)
     if call.name in _PACKED:
         largest = call.get("reduce") in ("amax", "max")
         return _ENDS if activated and largest else None
@@ -270,8 +270,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
 def _separate(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> str | None:
     """Why tensors that are compared two at a time are no tokens of one product; None where they are no tokens."""
     names = [above(view, x, _POOLED) for x, _ in leaves if view.is_tensor(x)]
-    activated = [found for found in names if "linear" in found and found & _RISES and found & _LOGS]
-    if len(activated) < 2:
+    if sum("linear" in found and _is_activated(found) for found in names) < 2:
         return None
     return _EACH if _entries(view, leaves) is None else _SOME
 
@@ -309,13 +308,12 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     if linears(view, node) != []:  # no product, or one with a matrix
         return None
     call = view.call(node)
-    reason = f"a weighted sum over the sequence: {_ALL}"
     operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
     for x in operands:
         if view.is_tensor(x) and view.dtype(x).is_floating_point:
             found = above(view, x, _POOLED)
-            if "linear" in found and found & _RISES and found & _LOGS:
-                return reason
+            if "linear" in found and _is_activated(found):
+                return f"a weighted sum over the sequence: {_ALL}"
     return None
 
 
@@ -328,4 +326,9 @@ def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
         over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum
         return over_tokens or bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
     # Attention scores are batched on both sides too, but do not go through a logarithm.
-    return "batched matmul" in found and bool(found & _RISES) and bool(found & _LOGS)
+    return "batched matmul" in found and _is_activated(found)
+
+
+def _is_activated(found: set[str]) -> bool:
+    """Whether what is above a value has the functions of a SPLADE activation."""
+    return bool(found & _RISES and found & _LOGS)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import RECTIFIERS, constant_factor, scalar_steps
 from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
@@ -65,15 +65,9 @@ def ends_here(view: GraphView, node: fx.Node) -> bool:
     return any(view.readers(node))
 
 
+@remembered
 def form(view: GraphView, node: fx.Node) -> Form | None:
     """The form of `node`, if it has one."""
-    memo: dict[fx.Node, Form | None] = view.__dict__.setdefault("_forms", {})
-    if node not in memo:
-        memo[node] = _find(view, node)
-    return memo[node]
-
-
-def _find(view: GraphView, node: fx.Node) -> Form | None:
     call = view.call(node)
     if call is not None and call.name in ("div", "normalize"):
         inner = _normalised(view, node, call)

@@ -12,13 +12,13 @@ from torch import fx
 from ...graph.axes import Placed, above, beside, flat
 from ...graph.fakes import same_size, same_sizes
 from ...graph.indices import only_slices
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import constant_factor
 from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression, rounds
 from ...graph.view import GraphView, rounded
-from ...graph.vocabulary import COMPARISONS, COPIES, VIEWS
+from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
 _ABOVE = 32  # nodes that a bias is made of that are looked at
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
@@ -29,7 +29,7 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     call = view.call(mask.node)
     if call is None or call.inplace:
         return [mask]
-    if call.name in ("invert", "logical_not"):
+    if call.name in NEGATIONS:
         return _through(view, mask, call["input"], negate=not mask.negate)
     if call.name == ("or_" if mask.negate else "and_") and all(
         view.is_tensor(call[k]) and view.dtype(call[k]) == torch.bool for k in ("input", "other")
@@ -41,7 +41,7 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
         except NoMatch:
             return [mask]
         inner = view.value(call["input"], mask.node)
-        if inner is None or view.name_of(inner) not in ("and_", "or_", "invert", "logical_not"):
+        if inner is None or view.name_of(inner) not in NEGATIONS | {"and_", "or_"}:
             return [mask]
         return conjuncts(
             view,
@@ -78,8 +78,8 @@ def keeps_all(view: GraphView, mask: Placed) -> bool:
         if all(v is not None and v.numel() for v in values):
             one = torch.cat([v.flatten() for v in values if v is not None])
             return bool((one == one[0]).all())
-    keep = _computed(view, node)
-    return keep is not None and bool(((keep != 0) != mask.negate).all())
+    keep = _kept(view, node, mask.negate)
+    return keep is not None and bool(keep.all())
 
 
 def _bare(view: GraphView, node: fx.Node) -> fx.Node:
@@ -101,8 +101,8 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
     square = all(len(s) > 1 and same_size(s[-1], s[-2]) for s in shapes)
     if square and all(_triangle(view, part.node, part.negate) for part in parts):
         return True
-    keep = _computed(view, mask.node)
-    return keep is not None and bool(((keep != 0) != mask.negate).any(-1).all())
+    keep = _kept(view, mask.node, mask.negate)
+    return keep is not None and bool(keep.any(-1).all())
 
 
 def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
@@ -176,14 +176,17 @@ def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
 
 def _computes_triangle(view: GraphView, mask: Placed) -> bool:
     """A mask made of nothing but numbers is computed and looked at."""
-    keep = _computed(view, mask.node)
+    keep = _kept(view, mask.node, mask.negate)
     if keep is None:
         return False
-    shape = keep.shape
-    keep = keep != 0
-    rows, columns = shape[-2:]
-    triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-    return bool((keep == (~triangle if mask.negate else triangle)).all())
+    rows, columns = keep.shape[-2:]
+    return bool((keep == torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)).all())
+
+
+def _kept(view: GraphView, node: fx.Node, negate: bool) -> torch.Tensor | None:
+    """Where a mask that is made of nothing but numbers keeps keys."""
+    value = _computed(view, node)
+    return None if value is None else (value != 0) != negate
 
 
 def as_mask(view: GraphView, bias: Placed) -> Placed | None:
@@ -323,14 +326,9 @@ def _is_binary(view: GraphView, m: fx.Node, reader: fx.Node) -> bool:
     return constant is not None and bool(((constant == 0) | (constant == 1)).all())
 
 
+@remembered
 def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     """The value of a tensor that is made of nothing but numbers, if it is small enough to compute here."""
-    if node not in view.computed:
-        view.computed[node] = _compute(view, node)
-    return view.computed[node]
-
-
-def _compute(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     shape = view.shape(node)
     if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
         return None

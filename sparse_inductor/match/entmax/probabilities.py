@@ -18,10 +18,12 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, beside, flat
 from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.effects import reached
 from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.selection import Assigned, selections, trailing_mask
+from ...graph.scalars import constant_factor
+from ...graph.selection import selections
 from ...graph.values import extreme
 from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
@@ -224,8 +226,7 @@ def _own_sum(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -
             dim = sole(c.get("dim"))
             if not isinstance(dim, int) or len(view.shape(seen)) != len(axes):
                 return None
-            mine, theirs = view.value(x, node), view.value(below, seen)
-            if mine is None or theirs is None or not view.same_value(mine, theirs):
+            if not view.same_read(x, node, below, seen):
                 return None
             return _Sum(node, x, axes[dim % len(axes)], nodes, guarded)
         else:
@@ -254,8 +255,6 @@ def _dropped(
         if view.const(found.other, node) == 0:
             x, mask, negate = found.x, found.keep, found.negate
             break
-    if isinstance(mask, Assigned):
-        mask = trailing_mask(view, x, mask)
     if call.name == "mul":
         for a, b in call.both_ways:
             binary = zero_or_one(view, b, node) if view.is_tensor(a) else None
@@ -272,19 +271,14 @@ def _multiplied(
     view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
 ) -> tuple[Any, Placed | float] | None:
     """(probabilities, factor) of a product or quotient with a number, or with a tensor that may lack their keys."""
+    if (by := constant_factor(view, node)) is not None:
+        return by if by[1] > 0 else None
     if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
         return None
-    a, b = call["input"], call["other"]
     divides = call.name == "div"
-    for x, other in ((a, b), (b, a))[: 1 if divides else 2]:
-        if not view.is_tensor(x) or not view.same_shape(x, node):
-            continue
-        known = view.const(other, node)
-        if known is not None:
-            if known <= 0:
-                return None
-            return x, 1 / known if divides else known
-        if not view.is_tensor(other) or _entmax_above(view, x) is None:
+    for x, other in call.both_ways[: 1 if divides else 2]:
+        full = view.is_tensor(x) and view.same_shape(x, node)
+        if not (full and view.is_tensor(other)) or _entmax_above(view, x) is None:
             continue
         if _entmax_above(view, other) is not None:  # the rows' own sums, say
             return None
@@ -305,21 +299,20 @@ def _why_changed(name: str) -> str:
 
 def _entmax_above(view: GraphView, node: fx.Node) -> fx.Node | None:
     """An entmax that a few operations turn into `node`; no product is crossed, but for one of heads."""
-    queue = [node]
-    seen: set[fx.Node] = set()
-    while queue and len(seen) < _NEAR:
-        node = queue.pop(0)
-        if node in seen or not view.is_tensor(node):
-            continue
-        seen.add(node)
+
+    def up(n: fx.Node) -> list[fx.Node]:
+        if view.call(n) is None:
+            return []
+        product = contraction(view, n)
+        above = n.all_input_nodes if product is None else _mixed(view, product)
+        return [m for m in above if view.is_tensor(m)]
+
+    for one in reached([node], up, _NEAR):
         try:
-            if transform(view, node) is not None:
-                return node
+            if transform(view, one) is not None:
+                return one
         except NoMatch:
             return None
-        if view.call(node) is not None:
-            product = contraction(view, node)
-            queue += node.all_input_nodes if product is None else _mixed(view, product)
     return None
 
 

@@ -22,7 +22,7 @@ from ...graph.indices import is_full
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
-from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
+from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.values import drowns, extreme, rounds
 from ...graph.view import GraphView, fake, label, rounded
 from ...graph.vocabulary import VIEWS
@@ -348,13 +348,10 @@ class _Step:
         if found is None:
             what = "where() puts" if self.call.name == "where" else f"{self.call.name} puts"
             raise self.decline(f"{what} numbers known only at run time into the scores")
-        mask = found.keep
-        if isinstance(mask, Assigned):
-            mask = trailing_mask(self.view, found.x, mask)
-        if isinstance(found.keep, Assigned) and mask is None:
+        if isinstance(found.keep, Assigned):
             dropped = self._assigned(found.x, found.keep)
             return self._masked(found.x, dropped, found.other, False, binary=True)
-        return self._masked(found.x, mask, found.other, found.negate)
+        return self._masked(found.x, found.keep, found.other, found.negate)
 
     def _assigned(self, x: Any, keep: Assigned) -> Placed:
         """What an assignment drops, along the axes that it takes a part of."""

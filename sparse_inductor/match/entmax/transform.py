@@ -21,7 +21,7 @@ from torch import fx
 from ...graph.axes import flat, fresh, originals
 from ...graph.emit import Emitter
 from ...graph.fakes import attribute
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, remembered
 from ...graph.trial import Region, region
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, same_size
@@ -75,24 +75,13 @@ class Transform:
         return text if self.scale == 1 else f"{text}, scores times {self.scale:g}"
 
 
+@remembered
 def transform(view: GraphView, node: fx.Node) -> Transform | None:
     """The transformation that `node` is the result of; None if it is nothing of the kind.
 
     Raises NoMatch where it nearly is.
     """
-    memo: dict[fx.Node, Any] = view.__dict__.setdefault("_transforms", {})
-    if node not in memo:
-        try:
-            memo[node] = _not_empty(view, _transform(view, node))
-        except NoMatch as decline:
-            memo[node] = decline
-    found = memo[node]
-    if isinstance(found, NoMatch):
-        raise found
-    return found
-
-
-def _not_empty(view: GraphView, found: Transform | None) -> Transform | None:
+    found = _transform(view, node)
     if found is not None and same_size(view.shape(found.source)[found.dim], 0):
         raise NoMatch("the rows are empty, which PyTorch refuses", found.node)
     return found
@@ -306,16 +295,16 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     body = attribute(call["forward"])
     if not isinstance(body, fx.GraphModule):
         return None
-    inner = GraphView(body.graph)
+    with torch.no_grad():  # the body's own mode: what it does not record needs no check
+        inner = GraphView(body.graph)
     output = body.graph.output_node().args[0]
     result = output[0] if isinstance(output, (tuple, list)) else output
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):
         return None
     axes = fresh(inner.shape(result))
-    with torch.no_grad():  # the body's own mode: what it does not record needs no check
-        rows = originals(inner, result, axes, result)
-        found, at = next(((f, at) for n, at, _ in rows if (f := transform(inner, n))), (None, axes))
+    rows = originals(inner, result, axes, result)
+    found, at = next(((f, at) for n, at, _ in rows if (f := transform(inner, n))), (None, axes))
     if found is None:
         return None
     *_, (given, given_axes, _) = originals(inner, found.source, at, found.reader)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ...graph.contraction import PRODUCTS
+from ...graph.effects import reached
 from ...graph.fakes import attribute, bounds, fake, same_size, static_size
 from ...graph.no_match import NoMatch
 from ...graph.trial import Region, Untestable, run
@@ -74,7 +75,7 @@ class Trial:
         tried = _tried
         if any(static_size(s) is None for n in piece.leaves for s in self.view.shape(n)):
             # What a symbol stands for is another graph's affair.
-            tried = self.view.__dict__.setdefault("_tried", {})
+            tried = self.view.remembered.setdefault(Trial, {})
         if key not in tried:
             if len(tried) >= _MAX_TRIED:
                 tried.clear()
@@ -335,13 +336,12 @@ def _slowest(width: int) -> torch.Tensor:
 def _fills(view: GraphView, source: fx.Node) -> set[float]:
     """The values that scores are masked with on their way to `source`, as far as the graph says."""
     found: set[float] = set()
-    queue = [source]
-    seen: set[fx.Node] = set()
-    while queue and len(seen) < 24:
-        node = queue.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
+
+    def up(n: fx.Node) -> list[fx.Node]:
+        call = view.call(n)
+        return [] if call is None or call.name in PRODUCTS else n.all_input_nodes
+
+    for node in reached([source], up, 24):
         call = view.call(node)
         if call is None or call.name in PRODUCTS:
             continue
@@ -353,7 +353,6 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
             mask = call["other"]
             if not view.requires_grad(mask) and mask.op == "placeholder":
                 found |= {-1e9, -torch.inf}
-        queue += node.all_input_nodes
     return found
 
 

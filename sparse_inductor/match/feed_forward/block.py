@@ -13,7 +13,8 @@ from torch import fx
 from ...epilogue.functions import FUNCTIONS
 from ...epilogue.ranges import undefined
 from ...epilogue.zero_threshold import zero_threshold
-from ...graph.contraction import all_lettered
+from ...graph.contraction import lettered
+from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.mesh import is_distributed
@@ -73,7 +74,8 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     thresholds = [zero_threshold(b.program) for b in found]
     _check_tokens(view, found, tokens)
     for branch in found if len(found) > 1 else ():
-        _check_defined(branch, value)
+        if (step := undefined(branch.program)) is not None:  # 0 times it is no number, either
+            raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
     if all(c is None for c in thresholds):
         for source in (s for token in tokens for s in token.sources):
             if above(view, source) & RECTIFIERS:
@@ -100,20 +102,9 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
     own = {b.linear.node for b in found}
     first = min(view.order[n] for n in own)
     for source in (s for token in tokens for s in token.sources):
-        queue, seen = [source], set(own)
-        while queue:
-            node = queue.pop()
-            if node in own:
-                raise NoMatch("a factor of every token made of the activations: a norm", source)
-            if node not in seen and view.order[node] > first:
-                seen.add(node)
-                queue += node.all_input_nodes
-
-
-def _check_defined(branch: Branch, value: fx.Node) -> None:
-    """Raises NoMatch where a factor may be no number: 0 times it is none, either."""
-    if (step := undefined(branch.program)) is not None:
-        raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
+        up = lambda n: n.all_input_nodes if view.order[n] > first else ()
+        if not own.isdisjoint(reached([source], up)):
+            raise NoMatch("a factor of every token made of the activations: a norm", source)
 
 
 def _programs(found: Sequence[Branch]) -> str:
@@ -196,7 +187,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
     """Why an einsum of more than two tensors, one of which is rectified, is no block; None for others."""
     call = view.call(node)
-    found = all_lettered(view, call) if call is not None and call.name == "einsum" else None
+    found = lettered(view, call) if call is not None and call.name == "einsum" else None
     operands = found[0] if found else ()
     if len(operands) < 3 or not any(resembles(view, t, node) for t in operands):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -17,22 +18,17 @@ from ...epilogue.steps import Program, Step
 from ...epilogue.zero_threshold import zero_threshold
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
-from ...graph.names import Call
+from ...graph.names import name_of
 from ...graph.no_match import NoMatch
-from ...graph.parts import undone, untaken
-from ...graph.scalars import RECTIFIERS, constant_factor
-from ...graph.selection import Assigned, selections
-from ...graph.shapes import Combined
-from ...graph.values import rounds
-from ...graph.view import GraphView, fake, same_sizes
-from ...graph.vocabulary import COMPARISONS, NEGATIONS, SHAPE_OPS
-from ..chains.backward_walk import walk_back
-from ..chains.chain import Chain
+from ...graph.scalars import RECTIFIERS
+from ...graph.selection import Selection
+from ...graph.view import GraphView
+from ...graph.vocabulary import COMPARISONS, NEGATIONS
+from ..chains.backward_walk import BackwardWalk, walk_back
+from ..chains.chain import Chain, scales
 from ..chains.comparisons import is_comparison
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 from .indicators import indicator, keeping, lone
-
-_DEPTH = 8  # products and their wrappings on one path
 
 
 @dataclasses.dataclass
@@ -49,152 +45,106 @@ class Branch:
         return self.chain.linear
 
 
-def branches(
-    view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0
-) -> list[EpilogueChain]:
+def branches(view: GraphView, node: fx.Node, reader: fx.Node) -> tuple[EpilogueChain, ...]:
     """The epilogues whose product is the value `reader` sees of `node`. Raises NoMatch with what is in the way."""
-    seen = view.value(node, reader)
-    call = None if seen is None else view.call(seen)
-    try:
-        epilogue = walk_back(view, node, reader)
-    except NoMatch as first:
-        if seen is None or call is None or depth > _DEPTH:
-            raise
-        return _parts(view, seen, call, depth, first)
-    if seen is not None and call is not None and call.name == "mul" and depth <= _DEPTH:
-        operands = call["input"], call["other"]
-        factors = [t.operand for t in epilogue.elements[-1].terms if isinstance(t, Term)]
-        if all(_full(view, t, seen) for t in operands) and any(t in factors for t in operands):
-            # `walk_back` takes a factor for any tensor if it cannot pass it, as it cannot pass a product: x * x * x.
-            with contextlib.suppress(NoMatch):
-                return _product_of(view, seen, operands, depth)
-    return [epilogue]
+    return walk_back(view, node, reader, walk=_Walk).factors
 
 
-def _product_of(
-    view: GraphView, seen: fx.Node, operands: tuple[fx.Node, fx.Node], depth: int
-) -> list[EpilogueChain]:
-    """The epilogues of both operands, which are of the product's shape. Raises NoMatch."""
-    found: list[EpilogueChain] = []
-    for t, other in (operands, operands[::-1]):
-        if is_comparison(view, t):
-            found.append(indicator(view, t, factor=other))
-        else:
-            found += branches(view, t, seen, depth + 1)
-    return [s.then(Element(seen)) for s in found]
+@dataclasses.dataclass(frozen=True)
+class _Product(EpilogueChain):
+    """A value that is the product of several epilogues."""
 
+    parts: tuple[EpilogueChain, ...] = ()
 
-def _parts(
-    view: GraphView, seen: fx.Node, call: Call, depth: int, first: NoMatch
-) -> list[EpilogueChain]:
-    """The epilogues whose product a value is that `walk_back` does not see as one, for the reason `first`."""
+    @property
+    def factors(self) -> tuple[EpilogueChain, ...]:
+        return self.parts
 
-    def up(x: Any) -> list[EpilogueChain]:
-        if call.name not in SHAPE_OPS and not view.same_shape(x, seen):
-            raise first
-        return branches(view, x, seen, depth + 1)
-
-    name = call.name
-    x = call.get("input")
-    if (scaled := constant_factor(view, seen)) is not None and scaled[1]:
-        return _times(up(scaled[0]), seen, Step("mul", (scaled[1],)))
-    if name == "mul":
-        other = call["other"]
-        full = [_full(view, t, seen) for t in (x, other)]
-        if all(full):
-            try:
-                return _product_of(view, seen, (x, other), depth)
-            except NoMatch as inner:
-                raise inner if isinstance(first, Combined) else first from None
-        if any(full) and all(
-            map(view.is_tensor, (x, other))
-        ):  # a factor of every neuron, or of every token
-            product, factor = (x, other) if full[0] else (other, x)
-            return _times(up(product), seen, Term("mul", factor))
-    elif name == "square":
-        return [s.then(Element(seen, (Step("square"),))) for s in up(x)]
-    elif name == "pow":
-        c = view.const(call["other"], seen)
-        if c is not None and c == int(c) and c > 0:
-            steps = (Step("square") if c == 2 else Step("pow", (c,)),)
-            return [s.then(Element(seen, steps)) for s in up(x)]
-    elif view.kept(call) is not None:
-        return [s.then(Element(seen)) for s in up(x)]
-    elif name == "cast":
-        if (
-            view.is_tensor(x)
-            and view.dtype(seen).is_floating_point
-            and fake(seen).device == fake(x).device
-        ):
-            found = up(x)
-            if any(rounds(view.dtype(seen), view.dtype(s.linears[0].node)) for s in found):
-                raise NoMatch(f"the values are rounded to {view.dtype(seen)}", seen)
-            return [s.then(Element(seen)) for s in found]
-    elif name == "dropout":
-        raise NoMatch("dropout is active here", seen)
-    elif (same := undone(view, seen, call)) is not None:
-        found = branches(view, same[0], [seen, *same[1]][-1], depth + 1)
-        return [s.then(Element(seen, extra=same[1])) for s in found]
-    elif (taken := untaken(view, seen, call)) is not None:
-        found = branches(view, taken[0], taken[1][-1], depth + 1)
-        return [s.then(Element(seen, shape_op=taken[2], extra=taken[1])) for s in found]
-    elif name in SHAPE_OPS and view.is_tensor(x):
-        return [s.then(Element(seen, shape_op=call)) for s in up(x)]
-    elif name in COMPARISONS | NEGATIONS:
-        with contextlib.suppress(NoMatch):
-            return [indicator(view, seen)]
-    else:
-        x, mask = _kept(view, call, seen) or (x, None)
-        whole = x if call.name == "setitem" else seen  # an assignment has no value
-        if mask is not None and _full(view, mask.operand, whole):
-            with contextlib.suppress(NoMatch):
-                return _selected(view, seen, x, mask, up(x))
-        try:
-            product = up(x) if view.is_tensor(x) else []
-        except NoMatch:
-            raise first from None
-        if len(product) > 1 and mask is not None:
-            return _times(product, seen, mask)
-        if len(product) > 1:
+    def then(self, element: Element) -> EpilogueChain:
+        """The first takes a further factor, each a power. Raises NoMatch for any other step."""
+        first, *rest = self.parts
+        if all(map(_is_power, element.terms)):
+            return _product_of([p.then(element) for p in self.parts])
+        if not all(map(_is_factor, element.terms)):
+            name = name_of(element.node)
             what = "an assignment" if name == "setitem" else name
-            raise NoMatch(f"{what} after the product of two projections", seen)
-    raise first
+            raise NoMatch(f"{what} after the product of two projections", element.node)
+        bare = dataclasses.replace(element, terms=())
+        return _product_of([first.then(element), *(p.then(bare) for p in rest)])
 
 
-def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | None:
-    """(x, mask) where a call is x where a mask says so and 0 elsewhere, or where it does not; None for others."""
-    for found in selections(view, call):
-        if view.is_tensor(found.x) and view.const(found.other, node) == 0:
-            negate = found.negate and not isinstance(found.keep, Assigned)
-            return found.x, Term("where", found.keep, (0.0,), "not" if negate else None)
-    return None
+def _product_of(parts: Sequence[EpilogueChain]) -> EpilogueChain:
+    return _Product(tuple(linear for p in parts for linear in p.linears), (), tuple(parts))
 
 
-def _selected(
-    view: GraphView, node: fx.Node, x: fx.Node, mask: Term, kept: list[EpilogueChain]
-) -> list[EpilogueChain]:
-    """The epilogues of x where a comparison says so and 0 elsewhere, those of x being `kept`. Raises NoMatch."""
-    epilogue = indicator(view, mask.operand, mask.prepare == "not", x)
-    own = epilogue.linears[0].node
-    found = [epilogue.then(Element(node))]
-    for one in kept:
-        # What is compared itself may be no number where it is dropped, and 0 times that is none.
-        terms = (keeping(epilogue),) if one.linears[0].node is own else ()
-        found.append(one.then(Element(node, terms)))
-    return found
+def _is_power(term: Step | Term) -> bool:
+    if isinstance(term, Term) or term.fn != "pow":
+        return term == Step("square")
+    return term.consts[0] > 0 and term.consts[0].is_integer()
 
 
-def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
-    """Whether an operand has the shape of the result, so that nothing is broadcast."""
-    return view.is_tensor(x) and same_sizes(view.shape(x), view.shape(node))
+def _is_factor(term: Step | Term) -> bool:
+    if isinstance(term, Step):
+        return term.fn == "mul" and term.consts[0] != 0
+    return scales(term)
 
 
-def _times(
-    epilogues: list[EpilogueChain], node: fx.Node, factor: Step | Term
-) -> list[EpilogueChain]:
-    """A product with a further factor, which its first epilogue takes."""
-    first, *rest = epilogues
-    return [first.then(Element(node, (factor,))), *(s.then(Element(node)) for s in rest)]
+class _Walk(BackwardWalk):
+    """The walk through products of two epilogues, and comparisons of one."""
+
+    def epilogue(self) -> EpilogueChain:
+        if self.call.name in COMPARISONS | NEGATIONS:
+            with contextlib.suppress(NoMatch):
+                return indicator(self.view, self.node)
+        return super().epilogue()
+
+    def _mul(self) -> EpilogueChain:
+        a, b = self.call["input"], self.call["other"]
+        first: NoMatch | None = None
+        try:
+            if (found := self._gates(a, b)) is not None:
+                return found
+        except NoMatch as reason:  # a comparison with a tensor, which is a factor of its own
+            first = reason
+        if self.is_full(a) and self.is_full(b):
+            with contextlib.suppress(NoMatch):
+                pair = (self._factor(a, b), self._factor(b, a))
+                return _product_of([p.then(Element(self.node)) for e in pair for p in e.factors])
+        if first is not None:
+            raise first
+        return self._times(a, b)
+
+    def _factor(self, x: fx.Node, other: fx.Node) -> EpilogueChain:
+        return indicator(self.view, x, factor=other) if is_comparison(self.view, x) else self.up(x)
+
+    def _selected(self) -> EpilogueChain:
+        one = self._selection()
+        whole = isinstance(one.keep, fx.Node) and self.view.same_shape(one.keep, one.x)
+        if not whole or self.const(one.other) != 0:
+            return super()._selected()
+        kept = self.up(one.x)
+        if len(kept.factors) > 1:
+            with contextlib.suppress(NoMatch):
+                return self._where(one, kept)
+            mask = Term("where", one.keep, (0.0,), "not" if one.negate else None)
+            return kept.then(Element(self.node, (mask,)))
+        try:
+            return super()._selected()
+        except NoMatch as first:
+            with contextlib.suppress(NoMatch):
+                return self._where(one, kept)
+            raise first
+
+    def _where(self, one: Selection, kept: EpilogueChain) -> EpilogueChain:
+        """x, which is `kept`, where a comparison says so and 0 elsewhere."""
+        condition = indicator(self.view, one.keep, one.negate, one.x)
+        own = condition.linears[0].node
+        found = [condition.then(Element(self.node))]
+        for p in kept.factors:
+            # What is compared itself may be no number where it is dropped, and 0 times that is none.
+            terms = (keeping(condition),) if p.linears[0].node is own else ()
+            found.append(p.then(Element(self.node, terms)))
+        return _product_of(found)
 
 
 def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Branch]:
@@ -232,8 +182,7 @@ def _same_fold(
         return False
     if not (isinstance(s.operand, fx.Node) and isinstance(t.operand, fx.Node)):
         return s.operand == t.operand
-    u, v = view.value(s.operand, s_reader), view.value(t.operand, t_reader)
-    return u is not None and v is not None and view.same_value(u, v)
+    return view.same_read(s.operand, s_reader, t.operand, t_reader)
 
 
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
@@ -311,7 +260,5 @@ def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], a: Chain, b: Chain
             return False
         return _same(view, x.args, y.args, new, a, b)
     if isinstance(x, fx.Node) and isinstance(y, fx.Node):
-        u = view.value(x, a.linear.node) if view.is_tensor(x) else x
-        v = view.value(y, b.linear.node) if view.is_tensor(y) else y
-        return u is not None and v is not None and view.same_value(u, v)
+        return view.same_read(x, a.linear.node, y, b.linear.node)
     return type(x) is type(y) and x == y

@@ -11,6 +11,7 @@ import dataclasses
 
 from torch import fx
 
+from ...graph.effects import reached
 from ...graph.fakes import expected
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
@@ -152,17 +153,14 @@ def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.N
 
 def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
-    node = view.value(indices, reader)
+    node, passed = view.original(view.value(indices, reader), COPIES | {"cast", "detach"})
     call = view.call(node)
-    while call is not None and call.name in COPIES | {"cast", "detach"}:
-        if call.inplace or fake(node).is_floating_point():
-            return None
-        node = view.value(call["input"], node)
-        call = view.call(node)
     if call is None or call.name != "getitem" or call["index"] != 1:
         return None
     top = view.call(call["input"])
     if top is None or top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
+        return None
+    if any(fake(n).is_floating_point() for n in passed):
         return None
     return call["input"]
 
@@ -217,16 +215,6 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
 
 def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
     """The products that are reached from a linear without crossing another."""
-    found: list[fx.Node] = []
-    seen = {node}
-    stack = [*node.users]
-    while stack and len(seen) <= _FURTHEST:
-        user = stack.pop()
-        if user in seen or user.op == "output":
-            continue
-        seen.add(user)
-        if linears(view, user) is None:
-            stack += user.users
-        else:
-            found.append(user)
-    return found
+    down = lambda n: n.users if n is node or linears(view, n) is None else ()
+    below = reached([node], down, _FURTHEST)
+    return [n for n in below if n is not node and linears(view, n) is not None]

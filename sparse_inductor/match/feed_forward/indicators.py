@@ -15,9 +15,9 @@ from torch import fx
 from ...epilogue.steps import Program, Step, render
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView
-from ...graph.vocabulary import COMPARISONS, COPIES
+from ...graph.vocabulary import COMPARISONS
 from ..chains.backward_walk import walk_back
-from ..chains.comparisons import unwrapped
+from ..chains.comparisons import COMPARED, unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 
 # What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
@@ -27,7 +27,6 @@ _NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
 # A NaN is above nothing, and not at most anything.
 _KEEPS = ("above", "threshold")
-_COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
 def indicator(
@@ -60,7 +59,7 @@ def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) ->
     """The epilogue of a side of a comparison that has its shape; of its input where the rectifier does not matter."""
     if not (view.is_tensor(z) and view.same_shape(z, node)):
         raise NoMatch("a comparison of what is no linear map", node)
-    z, passed = view.behind(z, _COPIES)
+    z, passed = view.behind(z, COMPARED)
     reader, call = [node, *passed][-1], view.call(z)
     if call is not None and call.name == "relu" and factor is not None:
         seen, theirs = view.value(z, reader), view.value(factor, node)

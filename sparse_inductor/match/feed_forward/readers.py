@@ -70,8 +70,7 @@ def _is_theirs(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
 ) -> bool:
     """Whether a reader reads what the block's own down projection does."""
-    mine, theirs = view.value(reading.down.source, anchor), view.value(source, reader)
-    return mine is not None and theirs is not None and view.same_value(mine, theirs)
+    return view.same_read(reading.down.source, anchor, source, reader)
 
 
 def _further_down(

@@ -47,7 +47,10 @@ def _accumulated(
     w = weighted(view, source, node)
     if w is None:
         return None
-    if len(w.entries) != 1:
+    if len(view.shape(rows)) > 1 and len(view.shape(node)) == 1:  # all of them in one accumulator
+        if w.batch is not None:
+            return None
+    elif len(w.entries) != 1:
         if w.batch is None and len(w.shape) == 2:
             raise NoMatch("rows of features are added up, not weights of queries", node)
         raise NoMatch("the contributions have more than one axis beside the queries", node)
@@ -56,19 +59,10 @@ def _accumulated(
     if w.batch is not None:
         check_rows(view.shape(node)[w.batch], w.shape[w.batch], node)
     check_zero(view, call["input"], node)
-    target = accumulator_of(view, call)
-    reads = ((rows, node),)
-    num_docs = view.shape(node)[axis]
     return Scores(
-        node,
-        w,
-        num_docs,
-        w.batch,
-        rows=make,
-        reads=reads,
-        accumulator=target,
-        into=part_of(view, call),
-    )
+        node, w, view.shape(node)[axis], w.batch, rows=make, reads=((rows, node),),
+        accumulator=accumulator_of(view, call), into=part_of(view, call),
+    )  # fmt: skip
 
 
 def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -99,15 +93,9 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     elif view.dtype(rows) == torch.bool:
         return None
     elif given > 1 and len(view.shape(node)) == 1:
-        w = weighted(view, source, node)
-        if w is None or w.batch is not None or own != len(w.shape):
+        if own != given:
             return None
-        check_zero(view, call["input"], node)
-        return Scores(
-            node, w, view.shape(node)[0], None, reads=((rows, node),),
-            rows=lambda e: e.method("reshape", rows, (-1,)),
-            accumulator=accumulator_of(view, call), into=part_of(view, call),
-        )  # fmt: skip
+        make = lambda e: e.method("reshape", rows, (-1,))
     found = _accumulated(view, node, call, source, rows, axis, make)
     if found is None or added.scale == 1:
         return found

@@ -176,10 +176,7 @@ class Weighted:
             t = e.cast(t, self.dtype)
         inner = self.gather.node
         for n in self.of_one:
-            swap = lambda a, inner=inner, t=t: t if a is inner else a
-            args, kwargs = fx.map_arg((n.args, n.kwargs), swap)
-            insert = e.method if n.op == "call_method" else e.call
-            t, inner = insert(n.target, *args, **kwargs), n
+            t, inner = e.again(n, {inner: t}), n
         return t
 
     def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
@@ -263,3 +260,42 @@ def _by_query(view: GraphView, node: Any) -> bool:
     index = call.get("index") if call is not None else None
     pairs = isinstance(index, tuple) and sum(map(view.is_tensor, index)) > 1
     return pairs or (call is not None and call.name in ("gather", "take_along_dim"))
+
+
+def times_lettered(
+    view: GraphView, node: fx.Node, w: Weighted, xs: Sequence[str], other: Any, ys: Sequence[str]
+) -> Weighted | None:
+    """Contributions with the axes `xs`, times an operand with the axes `ys`."""
+    sizes = dict(zip(ys, view.shape(other)))
+    extra = [c for c in ys if c not in xs]
+    if len(set(ys)) != len(ys):
+        return None
+    if any(not same_size(sizes[c], 1) for c in extra):
+        if w.gather.features:
+            return None  # rows that were looked up, through a linear
+        raise NoMatch(
+            "a product with a matrix: the document weights have an axis of their own", node
+        )
+    if any(
+        same_size(w.shape[xs.index(c)], 1) and not same_size(sizes[c], 1) for c in ys if c in xs
+    ):
+        return None  # the gathered weights are the ones that repeat themselves
+    shared = None if w.batch is None or xs[w.batch] not in ys else xs[w.batch]
+    check_shared(view, w, other, node, None if shared is None else len(ys) - ys.index(shared))
+
+    def aligned(e: Emitter) -> fx.Node:
+        t, have = other, list(ys)
+        for c in [*extra, *([] if w.batch is None else [xs[w.batch]])]:
+            if c in have:
+                t = e.method("select", t, have.index(c), 0)
+                have.remove(c)
+        order = [have.index(c) for c in xs if c in have]
+        t = e.permuted(t, order)
+        for at, c in enumerate(xs):
+            if c not in have:
+                t = e.method("unsqueeze", t, at)
+        return t
+
+    factor = Factor("mul", other, w.shape, w.batch, aligned)
+    reads = (*w.reads, (other, node))
+    return dataclasses.replace(w, factors=(*w.factors, factor), reads=reads)

@@ -54,19 +54,16 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
         return _gather(view, node, call)
     if call.name in ("getitem", "index") and (rows := _row_by_row(view, node, call)) is not None:
         return rows
-    found = _indexed(view, node, call)
+    found = _indexed(view, node)
     if found is None or len(found.others) > 1 or not all(map(_basic, found.others)):
         return None
     gather = _lookup(view, node, found.table, found.axis, found.ids, *found.others)
-    return gather and dataclasses.replace(gather, gradient=table_gradient(call))
+    return gather and dataclasses.replace(gather, gradient=found.gradient)
 
 
 def queries_of(view: GraphView, node: Any) -> Gather | None:
     """The node as a gather; the queries may be on several axes, which are merged then."""
-    call = view.call(node)
-    if call is None or call.inplace or not view.is_tensor(node):
-        return None
-    found = _indexed(view, node, call)
+    found = _indexed(view, node)
     ndim = 0 if found is None else len(view.shape(found.table))
     whole = found is not None and all(i == slice(None) for i in found.others)
     if found is None or ndim < 3 or found.axis != ndim - 1 or not whole:
@@ -77,28 +74,30 @@ def queries_of(view: GraphView, node: Any) -> Gather | None:
 
 def rows_of(view: GraphView, node: Any) -> Gather | None:
     """The node as whole rows of a table: node[*ids.shape, ...] = table[ids]. Nothing in it is a batch axis."""
-    call = view.call(node)
-    if call is None or call.inplace or not view.is_tensor(node):
-        return None
-    found = _indexed(view, node, call)
+    found = _indexed(view, node)
     if found is None or found.axis != 0 or any(i != slice(None) for i in found.others):
         return None
     return Gather(
         node, found.table, found.ids, lambda e: found.table, lambda e: found.ids, None,
-        gradient=table_gradient(call),
+        gradient=found.gradient,
     )  # fmt: skip
 
 
 class _Indexed(NamedTuple):
-    """table[..., ids, ...], `ids` along one axis, and what is taken of the others in their order."""
+    """table[..., ids, ...], `ids` along one axis, and what is taken of the others in their order. gradient: see
+    `Gather`."""
 
     table: fx.Node
     axis: int
     ids: fx.Node
-    others: tuple[Any, ...] = ()
+    others: tuple[Any, ...]
+    gradient: str | None
 
 
-def _indexed(view: GraphView, node: fx.Node, call: Call) -> _Indexed | None:
+def _indexed(view: GraphView, node: Any) -> _Indexed | None:
+    call = view.call(node)
+    if call is None or call.inplace or not view.is_tensor(node):
+        return None
     table, axis, others = call.get("input"), 0, ()
     match call.name:
         case "getitem" | "index" if view.is_tensor(table):
@@ -118,7 +117,7 @@ def _indexed(view: GraphView, node: fx.Node, call: Call) -> _Indexed | None:
             return None
     if not (view.is_tensor(table) and _are_ids(view, ids)):
         return None
-    return _Indexed(table, axis % len(view.shape(table)), ids, others)
+    return _Indexed(table, axis % len(view.shape(table)), ids, others, table_gradient(call))
 
 
 def _items(view: GraphView, call: Call, table: fx.Node) -> list[Any]:

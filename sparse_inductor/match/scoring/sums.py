@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
-from ...graph.contraction import all_lettered, contraction
-from ...graph.emit import Emitter
+from ...graph.contraction import contraction, lettered
 from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, same_size
-from .contributions import SEVERAL, Factor, OfRows, Weighted, check_shared
+from .contributions import SEVERAL, OfRows, Weighted, times_lettered
 from .gathers import queries_of
 from .scored import Scores
 from .weighted import gathered_among, preference, weighted
@@ -94,7 +92,7 @@ def _labelled(
         if i == mine:
             continue
         try:
-            timed = _times(view, node, w, xs, other, letters[i])
+            timed = times_lettered(view, node, w, xs, other, letters[i])
         except OfRows as rows:
             raise rows if w.batch is None or xs[w.batch] in out else _dense(rows) from None
         if timed is None:
@@ -105,47 +103,8 @@ def _labelled(
     return _reduction(node, w, kept, units)
 
 
-def _times(
-    view: GraphView, node: fx.Node, w: Weighted, xs: Letters, other: Any, ys: Letters
-) -> Weighted | None:
-    """Contributions with the axes `xs`, times an operand with the axes `ys`."""
-    sizes = dict(zip(ys, view.shape(other)))
-    extra = [c for c in ys if c not in xs]
-    if len(set(ys)) != len(ys):
-        return None
-    if any(not same_size(sizes[c], 1) for c in extra):
-        if w.gather.features:
-            return None  # rows that were looked up, through a linear
-        raise NoMatch(
-            "a product with a matrix: the document weights have an axis of their own", node
-        )
-    if any(
-        same_size(w.shape[xs.index(c)], 1) and not same_size(sizes[c], 1) for c in ys if c in xs
-    ):
-        return None  # the gathered weights are the ones that repeat themselves
-    shared = None if w.batch is None or xs[w.batch] not in ys else xs[w.batch]
-    check_shared(view, w, other, node, None if shared is None else len(ys) - ys.index(shared))
-
-    def aligned(e: Emitter) -> fx.Node:
-        t, have = other, list(ys)
-        for c in [*extra, *([] if w.batch is None else [xs[w.batch]])]:
-            if c in have:
-                t = e.method("select", t, have.index(c), 0)
-                have.remove(c)
-        order = [have.index(c) for c in xs if c in have]
-        t = e.permuted(t, order)
-        for at, c in enumerate(xs):
-            if c not in have:
-                t = e.method("unsqueeze", t, at)
-        return t
-
-    factor = Factor("mul", other, w.shape, w.batch, aligned)
-    reads = (*w.reads, (other, node))
-    return dataclasses.replace(w, factors=(*w.factors, factor), reads=reads)
-
-
 def _einsum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    found = all_lettered(view, call)
+    found = lettered(view, call)
     return None if found is None else _labelled(view, node, *found)
 
 

@@ -8,7 +8,6 @@ becomes part of the document weights.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +17,12 @@ from ...graph.contraction import lettered
 from ...graph.indices import only_new_axes
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
+from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.shapes import kept_axis, order_of
 from ...graph.values import is_parameter, rounds
 from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES, VIEWS
-from .contributions import Weighted, merged
+from .contributions import Weighted, merged, times_lettered
 from .gathers import Gather, gather_of
 
 Read = Callable[[GraphView, Any], Gather | None]
@@ -164,10 +163,7 @@ def _masked(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | No
     w = None if found is None else up(found.x)
     if found is None or w is None:
         return None
-    mask = found.keep
-    if isinstance(mask, Assigned):
-        mask = trailing_mask(view, found.x, mask)
-    if mask is None:
+    if isinstance(found.keep, Assigned):
         raise NoMatch("a part of the contributions is assigned to", node)
     assigns = call.name not in ("where", "masked_fill")
     if view.const(found.other, node) != 0 or (
@@ -176,30 +172,20 @@ def _masked(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | No
         raise NoMatch("masked contributions are not 0", node)
     if not (assigns or w.alike(view.shape(node))):
         raise NoMatch("the mask has more axes than the contributions", node)
-    return w.times(view, node, "drop" if found.negate else "keep", mask)
+    return w.times(view, node, "drop" if found.negate else "keep", found.keep)
 
 
 def _lettered(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | None:
     """An einsum that only multiplies: bnl,nl->bnl, or btp,bt->btp."""
     product = lettered(view, call)
-    if product is None:
+    if product is None or len(product[0]) != 2:
         return None
     operands, letters, out = product
     for i in (0, 1):
-        mine, theirs, other = letters[i], letters[1 - i], operands[1 - i]
-        ordered = "".join(c for c in out if c in theirs) == theirs
-        if mine != out or len(set(out)) != len(out) or not ordered or not theirs:
-            continue
-        w = up(operands[i])
-        if w is None or not same_sizes(w.shape, view.shape(node)):
-            continue
-        spread = None
-        if not out.endswith(theirs):
-            if w.batch is not None and out[w.batch] in theirs:
-                raise NoMatch("the document weights differ from query to query", node)
-            at = tuple(slice(None) if c in theirs else None for c in out)
-            spread = lambda e, other=other, at=at: e.call(operator.getitem, other, at)
-        return w.times(view, node, "mul", other, spread)
+        w = up(operands[i]) if letters[i] == out and len({*out}) == len(out) else None
+        if w is not None and same_sizes(w.shape, view.shape(node)):
+            timed = times_lettered(view, node, w, out, operands[1 - i], letters[1 - i])
+            return timed and timed.then(node)
     return None
 
 
