@@ -40,11 +40,11 @@ def every_layer_works() -> Iterator[None]:
 
 def forget_all() -> None:
     layers.forget()
-    from sparse_inductor.kernels.common import launch, replay
+    from sparse_inductor.kernels.common import ahead, launch, replay
 
     replay.forget()
-    launch._compiled.clear()
-    launch._seen.clear()
+    for kept in (launch._compiled, launch._seen, launch._under_way, ahead._begun):
+        kept.clear()
 
 
 # What decides which layer computes an operator

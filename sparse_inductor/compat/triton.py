@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,7 @@ def mock_tensor(dtype: Any) -> Any:
     return MockTensor(dtype)
 
 
-_hashing = threading.RLock()
+_hashing = threading.Lock()
 
 
 def settle_cache_key(function: Any) -> None:
@@ -72,10 +73,18 @@ def settle_cache_key(function: Any) -> None:
     came first: so that is hashed first.
     """
     with _hashing:
-        if getattr(function, "hash", "") is None:
-            for called in inspect.getclosurevars(function.fn).globals.values():
-                settle_cache_key(called)
-            function.cache_key  # noqa: B018
+        _hash_called_first(function, set())
+
+
+def _hash_called_first(function: Any, above: set[int]) -> None:
+    """above: the functions that call it, each by its id; one may call itself."""
+    if getattr(function, "hash", "") is not None or id(function) in above:
+        return
+    for instruction in dis.get_instructions(function.fn):
+        if instruction.opname == "LOAD_GLOBAL":
+            called = function.fn.__globals__.get(instruction.argval)
+            _hash_called_first(called, {*above, id(function)})
+    function.cache_key  # noqa: B018
 
 
 @contextlib.contextmanager

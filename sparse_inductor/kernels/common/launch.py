@@ -73,7 +73,7 @@ class Job(NamedTuple):
 
     def keep(self) -> None:
         """Compile it, unless that has begun, and load it."""
-        begun = _under_way.get(self.key)
+        begun = _under_way.pop(self.key, None)
         compiled = self.compiled() if begun is None else begun.result()
         with torch.cuda.device(self.device):
             load(compiled)
@@ -255,8 +255,9 @@ def _workers() -> ThreadPoolExecutor:
 
 def _finish(key: Hashable) -> None:
     """Wait until a kernel that is being compiled is; what fails fails again where it is launched."""
-    if key in _under_way:
-        _under_way[key].exception()
+    begun = _under_way.pop(key, None)
+    if begun is not None:
+        begun.exception()
 
 
 @contextlib.contextmanager
