@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import compat
+from .. import compat, layers
 
 
 def fake(node: Any) -> Any:
@@ -33,10 +33,14 @@ def attribute(node: Any) -> Any:
 
 
 def evaluated(node: fx.Node) -> Any:
-    """What a call gives on the fake values of its arguments; autograd records nothing of it."""
+    """What a call gives on the fake values of its arguments; autograd records nothing of it.
+
+    The layer that launches nothing computes it: kernels are compiled where the rewritten graph is traced.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
     mode = next((t.fake_mode for t in tensors_in((args, kwargs)) if hasattr(t, "fake_mode")), None)
-    with mode or contextlib.nullcontext(), compat.symbolic_sizes(), torch.no_grad():
+    here = layers.at(layers.Layer.ATEN)
+    with mode or contextlib.nullcontext(), compat.symbolic_sizes(), torch.no_grad(), here:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)

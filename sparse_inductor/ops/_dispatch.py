@@ -174,16 +174,15 @@ def _compiling(fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(fake)
     def shapes(*args: Any) -> Any:
-        result = fake(*args)
-        on_gpu = isinstance(args[0], Tensor) and args[0].is_cuda and torch.cuda.is_available()
-        if on_gpu and replays() and _settled(args) and not compat.keeps_operators():
-            try:
+        try:
+            wanted = launches(args[0]) and torch.cuda.is_available() and replays()
+            if wanted and _settled(args) and not compat.keeps_operators():
                 from ..kernels.common.ahead import compile_while_traced
 
                 compile_while_traced(fn, args)
-            except Exception as error:  # what fails, fails where it is launched
-                log.debug("%s is not compiled while it is traced: %s", fn.__qualname__, error)
-        return result
+        except Exception as error:  # what fails, fails where it is launched
+            log.debug("%s is not compiled while it is traced: %s", fn.__qualname__, error)
+        return fake(*args)
 
     return shapes
 
