@@ -15,7 +15,7 @@ from .no_match import NoMatch
 from .view import GraphView
 
 # A power above 1 of any of them has the gradient 0 at 0.
-RECTIFIERS = (
+RECTIFIER_STEPS = (
     Step("relu"),
     Step("threshold", (0.0, 0.0)),
     Step("gate_above", (0.0, 0.0)),

@@ -16,7 +16,7 @@ from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss
 
-RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
+_RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
 
 _REACH = 40  # nodes looked at; a head has about ten
 
@@ -60,7 +60,7 @@ def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] |
     for mine, other in ((product.a, product.b), (product.b, product.a)):
         found, weight = above(view, mine.node), is_parameter(view, other.node)
         projected = "batched matmul" in found or (weight and "linear" in found)
-        if projected and found & RECTIFIERS:
+        if projected and found & _RECTIFIERS:
             return found, weight
     return None
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from ...graph.no_match import NoMatch, remembered
-from ...graph.scalars import RECTIFIERS, constant_factor, scalar_steps
+from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps
 from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
@@ -179,7 +179,7 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
 
     with contextlib.suppress(NoMatch):
         if (steps := scalar_steps(view, node, call)) is not None:
-            return call["input"] if len(steps) == 1 and steps[0] in RECTIFIERS else None
+            return call["input"] if len(steps) == 1 and steps[0] in RECTIFIER_STEPS else None
     match call.name:
         case "maximum":
             for x, other in call.both_ways:

@@ -32,7 +32,7 @@ _OTHERS = frozenset(
     "amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
     "scaled_dot_product_attention".split()
 )
-RECTIFIERS = frozenset(
+RECTIFIER_CALLS = frozenset(
     (
         *"clamp clamp_min maximum where sign heaviside gt ge lt le autograd_function_apply".split(),
         *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
@@ -78,7 +78,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
             raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
     if all(c is None for c in thresholds):
         for source in (s for token in tokens for s in token.sources):
-            if above(view, source) & RECTIFIERS:
+            if above(view, source) & RECTIFIER_CALLS:
                 raise NoMatch("rectifies a factor of every token, none of every neuron", source)
         raise NoMatch("no factor is zero below some number: " + _programs(found), value)
     if len(found) > 2:
@@ -181,7 +181,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     # An assignment is no tensor: what it assigns to, and where.
     sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
     found = set[str]().union(*(above(view, s, _OTHERS) for s in sources))
-    return "linear" in found and bool(found & RECTIFIERS)
+    return "linear" in found and bool(found & RECTIFIER_CALLS)
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:

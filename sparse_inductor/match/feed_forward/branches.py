@@ -20,7 +20,7 @@ from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.names import name_of
 from ...graph.no_match import NoMatch
-from ...graph.scalars import RECTIFIERS
+from ...graph.scalars import RECTIFIER_STEPS
 from ...graph.selection import Selection
 from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS, NEGATIONS
@@ -198,7 +198,7 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
         ):
             return (rectified, *b)
         for at, step in enumerate(a):
-            if step not in RECTIFIERS:
+            if step not in RECTIFIER_STEPS:
                 continue
             mine = _power(a[at + 1 :])
             # Where the rectifier gives 0 the other factor does not matter, so it may lack it.
@@ -224,7 +224,7 @@ def _power(program: Program) -> tuple[float, float] | None:
             p, c = step.consts[0] * p, c ** step.consts[0]
         elif step.fn == "mul":
             c *= step.consts[0]
-        elif step not in RECTIFIERS:
+        elif step not in RECTIFIER_STEPS:
             return None
     return p, c
 

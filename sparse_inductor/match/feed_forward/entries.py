@@ -19,7 +19,7 @@ from ...graph.no_match import NoMatch
 from ...graph.values import counting, only_along
 from ...graph.view import GraphView, fake, label, same_sizes
 from ...graph.vocabulary import COPIES
-from .block import RECTIFIERS
+from .block import RECTIFIER_CALLS
 
 # What maps zeros to zeros, and every other entry by itself, and takes one argument.
 KEEPS_ZEROS = COPIES | frozenset("relu abs square tanh".split())
@@ -206,7 +206,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
         elif readings and same_sizes(view.shape(node)[:-1], rows):
             nodes.add(node)
             encoders.append(node)
-    if not encoders or not names & (RECTIFIERS | _KEEPING):
+    if not encoders or not names & (RECTIFIER_CALLS | _KEEPING):
         return None
     inside = {*nodes, down.node}
     read = any(reader not in inside for n in nodes for reader in view.readers(n))
