@@ -286,8 +286,7 @@ def _threshold_kernel(
             top = tl.full([C.BM, C.BN], NEG_INF, tl.float32)
             top = _maxima(top, q, block, tiles, Row(block.factor, block.am1, zero, fill), C)
             m, dead, idle = row_maxima(top, i, head)
-            lo = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 4)
-            lo = tl.maximum(lo - 1e-6, -1.0)
+            lo = class_bound(top - m[:, None], beta, C.KIND, 4)
         row = Row(block.factor, block.am1, m, fill - m)
         d, lo, hi, old = bracket(lo, entries, beta)
         bend = entries * beta

@@ -129,9 +129,7 @@ def _row_kernel(
     top = tl.load(maxima + at * tiles + t, mask=t < tiles, other=NEG_INF)
     m, dead, idle = row_maxima(top, i, head)
     # Maxima of disjoint tiles are distinct entries of the row.
-    zero = tl.zeros([1], tl.float32)
-    lo = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 4)
-    lo = tl.maximum(lo - 1e-6, -1.0)
+    lo = class_bound(top - m[:, None], beta, C.KIND, 4)
     entries = tl.maximum(last_key, 1).to(tl.float32)
     d, lo, hi, old = bracket(lo, entries, beta)
     turn = 0

@@ -129,9 +129,7 @@ def _solve(
     dead = best == NEG_INF
     best = tl.where(dead, 0.0, best)
     x = (score - best[:, None]) * factor[:, None]
-    zero = tl.zeros([R], tl.float32)
-    lo = class_bound(x, zero - 1.0, beta, KIND, 3)
-    lo = tl.maximum(lo - 1e-6, -1.0)
+    lo = class_bound(x, beta, KIND, 3)
     size = tl.maximum(n, 1).to(tl.float32)
     d, lo, hi, old = bracket(lo, size, beta)
     turn = 0

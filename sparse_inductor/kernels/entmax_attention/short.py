@@ -75,10 +75,10 @@ def _short_kernel(
     top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // NEXT, CLASS, NEXT)), 2, larger)
     top = tl.reshape(top, (C.BM, CLASSES))
     m, dead, idle = row_maxima(top, i, head)
-    bound = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 2)
+    bound = class_bound(top - m[:, None], beta, C.KIND, 2)
     z = z - m[:, None]
     entries = tl.maximum(head.last_key, 1).to(tl.float32)
-    d, lo, hi, old = bracket(tl.maximum(bound - 1e-6, -1.0), entries, beta)
+    d, lo, hi, old = bracket(bound, entries, beta)
     turn = 0
     searching = 1
     while searching > 0:

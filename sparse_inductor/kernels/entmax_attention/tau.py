@@ -184,12 +184,13 @@ def compensated(total, lost, term):
 
 
 @triton.jit
-def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
+def class_bound(top, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
     """A lower bound of the root [R] from some distinct entries top [R, C] of each row.
 
-    f over a part of the row is at most f, so its root lies at or before the row's. d [R] is a lower
-    bound to start from. For beta < 1 u^beta >= u (u <= 1), so sparsemax' root is a bound.
+    f over a part of the row is at most f, so its root lies at or before the row's: by 1e-6, whatever is
+    rounded, and never before -1. For beta < 1 u^beta >= u (u <= 1), so sparsemax' root is a bound.
     """
+    d = tl.full([top.shape[0]], -1.0, tl.float32)
     for _ in tl.static_range(STEPS):
         u = tl.maximum(top - d[:, None], 0.0)
         if KIND <= 0:
@@ -202,7 +203,7 @@ def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
             h = root(f, beta, KIND)
         ahead = (h - 1.0) * f / (h * tl.sum(g, 1))
         d = tl.where(ahead > 0.0, d + ahead, d)
-    return d
+    return tl.maximum(d - 1e-6, -1.0)
 
 
 @triton.jit
