@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dis
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 LaunchSeen = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
@@ -42,9 +44,9 @@ def launch_hooks_set() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-# The extension modules that Triton 3.6 launches with are all of one name, and Python keeps one: a thread that loads a
-# kernel may find there what another has just loaded for its own.
+# Triton's own loading of what it compiled in C, and what hashes.
 _loading = threading.Lock()
+_hashing = threading.Lock()
 
 
 def load(compiled: Any) -> None:
@@ -52,8 +54,53 @@ def load(compiled: Any) -> None:
     where Triton has no such function, nothing is loaded."""
     function = getattr(compiled, "_init_handles", None)
     if function is not None:
+        function()
+
+
+def build_launcher(compiled: Any) -> None:
+    """Has what launches a compiled kernel built and kept on disk, where Triton has a C compiler do that (to 3.7); the
+    kernel is not loaded. What fails here fails where it is. For several threads at once."""
+    import triton
+
+    with contextlib.suppress(Exception):
+        _keep_modules_apart()
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+@functools.cache
+def _keep_modules_apart() -> None:
+    """Have each loading of an extension module give a module of its own.
+
+    Those that Triton 3.6 launches with are all of one name, and Python keeps one: who loads one may find there what
+    another thread has just loaded.
+    """
+    from triton.runtime import build
+
+    usual = getattr(build, "_load_module_from_path", None)
+    if usual is None:
+        return
+
+    def alone(name: str, path: str) -> ModuleType:
+        own = ModuleType(name)
         with _loading:
-            function()
+            own.__dict__.update(vars(usual(name, path)))
+        return own
+
+    build._load_module_from_path = alone
+
+
+def hash_compiler() -> None:
+    """Has Triton hash its own files, for the keys of all kernels, unless it has: each of several threads would."""
+    with _hashing:
+        _hash_compiler()
+
+
+@functools.cache
+def _hash_compiler() -> None:
+    from torch.utils import _triton
+
+    with contextlib.suppress(Exception):
+        _triton.triton_hash_with_backend()
 
 
 def mock_tensor(dtype: Any) -> Any:
@@ -61,9 +108,6 @@ def mock_tensor(dtype: Any) -> Any:
     from triton.runtime.jit import MockTensor
 
     return MockTensor(dtype)
-
-
-_hashing = threading.Lock()
 
 
 def settle_cache_key(function: Any) -> None:

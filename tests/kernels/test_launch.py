@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,20 +195,38 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
         assert constant == sorted(constant), (file, name)
 
 
-def test_one_kernel_is_loaded_at_a_time():
-    """Triton 3.6 gives a thread the launcher of another kernel where both load theirs."""
-    inside, most = 0, 0
+def test_each_thread_gets_the_launcher_that_it_loads(monkeypatch):
+    """Triton 3.6 gives launchers one name, of which Python keeps one module."""
+    from triton.runtime import build
 
-    class Compiled:
-        def _init_handles(self):
-            nonlocal inside, most
-            inside += 1
-            time.sleep(0.01)
-            most, inside = max(most, inside), inside - 1
+    kept = types.ModuleType("launcher")
 
+    def usual(name, path):
+        kept.launch = path
+        time.sleep(0.001)
+        return kept
+
+    monkeypatch.setattr(build, "_load_module_from_path", usual)
+    triton_parts._keep_modules_apart.__wrapped__()
+    paths = [f"{n}.so" for n in range(16)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(triton_parts.load, [Compiled() for _ in range(8)]))
-    assert most == 1
+        modules = list(pool.map(build._load_module_from_path, ["launcher"] * 16, paths))
+    assert [m.launch for m in modules] == paths
+
+
+def test_threads_hash_the_compiler_once(monkeypatch):
+    hashed = []
+
+    def slow():
+        time.sleep(0.01)
+        hashed.append(1)
+
+    monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", slow)
+    triton_parts._hash_compiler.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: triton_parts.hash_compiler(), range(8)))
+    triton_parts._hash_compiler.cache_clear()
+    assert hashed == [1]
 
 
 KEYS = """

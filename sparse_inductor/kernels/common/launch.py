@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat.triton import (
     LaunchSeen,
+    build_launcher,
+    hash_compiler,
     launch_hooks_set,
     launches_seen,
     load,
@@ -67,9 +69,12 @@ class Job(NamedTuple):
     device: int
 
     def compiled(self) -> Any:
-        """The kernel, which a first launch finds with Triton."""
+        """The kernel, which a first launch finds with Triton, and nothing on the GPU: that may be recording a graph."""
+        hash_compiler()
         with torch.cuda.device(self.device):
-            return self.kernel.warmup(*self.args, grid=self.grid, **self.named)
+            compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
+            build_launcher(compiled)
+        return compiled
 
     def keep(self) -> None:
         """Compile it, unless that has begun, and load it."""
@@ -176,12 +181,9 @@ def launch(
     if jobs is not None:
         with _on_device_of(args):
             here = torch.cuda.current_device()
-        general = _general(kernel, args, constants, num_warps, options, here)
-        if general not in _compiled:
-            settle_cache_key(kernel)
-            named = {**constants, "num_warps": num_warps, **options}
-            like = [*map(_without_memory, args)]
-            jobs[general] = Job(general, kernel, grid, like, named, here)
+        job = _job(kernel, grid, args, constants, num_warps, options, here)
+        if job.key not in _compiled:
+            jobs[job.key] = job
         return
     types = tuple(map(type, args))
     sorts = _sorts.get(types)
@@ -229,6 +231,22 @@ def launch(
             _seen.clear()
         _seen[exact] = compiled
     compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
+
+
+def _job(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    num_warps: int,
+    options: Mapping[str, Hashable],
+    device: int,
+) -> Job:
+    """What compiles the kernel of a launch."""
+    settle_cache_key(kernel)
+    key = _general(kernel, args, constants, num_warps, options, device)
+    like = [*map(_without_memory, args)]
+    return Job(key, kernel, grid, like, {**constants, "num_warps": num_warps, **options}, device)
 
 
 def _without_memory(argument: Any) -> Any:
@@ -315,13 +333,9 @@ def captured(
 
     Raises what compiling or loading the kernel raises: once Inductor has the launch, no other layer can take its place.
     """
-    like = [a.dtype if isinstance(a, Tensor) else a for a in args]
-    settle_cache_key(kernel)
     device = next(a.get_device() for a in args if isinstance(a, Tensor))
     with NoAddresses():
-        _finish(_general(kernel, args, constants, num_warps, {}, device))
-    with torch.cuda.device(device):
-        load(kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps))
+        _job(kernel, grid, args, constants, num_warps, {}, device).keep()
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
 
 
