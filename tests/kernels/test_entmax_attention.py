@@ -266,15 +266,15 @@ def test_padding_of_keys(dtype, causal, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [16, 64, 128])
-@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize("kind", ["mask", "bias", "fp64 bias"])
 @pytest.mark.parametrize("layout", ["aligned", "odd", "strided"])
 def test_masks_and_biases_however_they_lie(layout, kind, width, dtype):
     """How they are read decides in which warps scores lie, and so how rows are summed."""
     Lk = 45 if layout == "odd" else 64
     side = torch.randn(1, 2, 37, Lk, 2, generator=torch.Generator().manual_seed(1)).cuda()
-    side = side if kind == "bias" else side > -0.5
+    side = side > -0.5 if kind == "mask" else side.double() if kind == "fp64 bias" else side
     side = side[..., 0] if layout == "strided" else side[..., 0].contiguous()
-    check(*operands("cuda", Lk=Lk, D=width, dtype=dtype), **{kind: side})
+    check(*operands("cuda", Lk=Lk, D=width, dtype=dtype), **{kind.split()[-1]: side})
 
 
 @pytest.mark.sample(1)

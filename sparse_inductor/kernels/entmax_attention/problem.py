@@ -85,6 +85,7 @@ class Fixed(NamedTuple):
     BM: int
     BN: int
     STAGES: int
+    IN_PLACE: bool
 
 
 class Left(NamedTuple):
@@ -100,13 +101,18 @@ class Left(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """ROWS queries x KEYS keys at a time; a thread has at most so many registers (None: 255)."""
+    """ROWS queries x KEYS keys at a time; a thread has at most so many registers (None: 255).
+
+    in_place: a thread reads the bias and the mask of the scores that it has, each entry by itself, so that scores stay
+    where the product left them. Other loads are wide, and can be made ahead where a loop has several stages.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     registers: int | None = None
+    in_place: bool = False
 
     def options(self) -> dict[str, int]:
         """What a launch says beside the sizes."""
@@ -264,6 +270,7 @@ class Problem:
             tile.rows,
             tile.keys,
             tile.stages,
+            tile.in_place,
         )
         return Fixed(*map(tl.constexpr, made))
 
@@ -352,12 +359,41 @@ def entry_pointers(m, i, j):
     return rows + j.to(tl.int64)[None, :] * m.column
 
 
+def _load_source(load: str, register: str) -> str:
+    """PTX of a load of what $1 points to, where $2 is not 0; 0 elsewhere."""
+    return f"{{.reg .pred p; setp.ne.s32 p, $2, 0; mov.{register} $0, 0; @p ld.global.{load} $0, [$1];}}"
+
+
+LOAD_8 = tl.constexpr(_load_source("u8", "b32"))
+LOAD_16, LOAD_32, LOAD_64 = (tl.constexpr(_load_source(t, t)) for t in ("b16", "b32", "b64"))
+
+
 @triton.jit
-def load_entries(m, i, j, head, ROWS: tl.constexpr):
+def load_in_place(at, inside):
+    """As tl.load(at, mask=inside, other=0), in the layout of what reads it instead of that of the widest loads."""
+    kind: tl.constexpr = at.dtype.element_ty
+    given = [at, inside.to(tl.int32)]
+    if kind.primitive_bitwidth == 64:
+        x = tl.inline_asm_elementwise(LOAD_64, "=l,l,r", given, tl.int64, True, 1)
+    elif kind.primitive_bitwidth == 32:
+        x = tl.inline_asm_elementwise(LOAD_32, "=r,l,r", given, tl.int32, True, 1)
+    elif kind.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(LOAD_16, "=h,l,r", given, tl.int16, True, 1)
+    else:
+        x = tl.inline_asm_elementwise(LOAD_8, "=r,l,r", given, tl.int32, True, 1).to(kind)
+    return x.to(kind, bitcast=True)
+
+
+@triton.jit
+def load_entries(m, i, j, head, ROWS: tl.constexpr, IN_PLACE: tl.constexpr):
     """Entries [len(i), len(j)] of a bias or a mask, zeros outside; [1, len(j)] unless they differ by ROWS."""
     inside = (j < head.last_key)[None, :]
     if ROWS:
-        x = tl.load(entry_pointers(m, i, j), mask=(i < head.Lq)[:, None] & inside, other=0)
+        inside = (i < head.Lq)[:, None] & inside
+        if IN_PLACE:
+            x = load_in_place(entry_pointers(m, i, j), inside)
+        else:
+            x = tl.load(entry_pointers(m, i, j), mask=inside, other=0)
     else:
         x = tl.load(m.start + j.to(tl.int64) * m.column, mask=j < head.last_key, other=0)[None, :]
     return x
@@ -451,11 +487,11 @@ def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
     inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
     kept = inside
     if C.HAS_BIAS:
-        bias = load_entries(head.bias, i, j, head, C.BIAS_ROWS)
+        bias = load_entries(head.bias, i, j, head, C.BIAS_ROWS, C.IN_PLACE)
         x += bias.to(tl.float32) * row.am1[:, None]
     x = x - row.reference[:, None]
     if C.HAS_MASK:
-        kept = kept & (load_entries(head.mask, i, j, head, C.MASK_ROWS) != 0)
+        kept = kept & (load_entries(head.mask, i, j, head, C.MASK_ROWS, C.IN_PLACE) != 0)
         x = tl.where(kept, x, row.fill[:, None])
     if EDGE:
         if C.CAUSAL:

@@ -31,8 +31,6 @@ from .tau import POS_INF, bracket, class_bound, clip_to_one, newton, powers, ste
 # Keys of a row: 64 rows' scores are 128 registers a thread. Those of 512 keys do not fit, and where half are made again
 # for each step a forward takes 0.23 to 0.25 ms instead of the passes' 0.21 (H200, 32 x 12 heads, D 64).
 MOST_KEYS = 256
-# With a bias that is read by rows: of 192 and 256 keys a forward takes 1.7 to 2.7 times as long as the passes.
-MOST_KEYS_BESIDE_BIAS = 128
 # The search starts from a bound by the maxima of so many keys each.
 CLASS = tl.constexpr(4)
 
@@ -43,13 +41,13 @@ def _tile(problem: Problem) -> Tile:
     if problem.interpreted:
         return Tile(16, keys, 4, 1)
     wide = max(problem.width, problem.value_width) > 64
-    return Tile(128, keys, 8, 1) if wide and keys == MOST_KEYS else Tile(64, keys, 4, 1)
+    rows, warps = (128, 8) if wide and keys == MOST_KEYS else (64, 4)
+    return Tile(rows, keys, warps, 1, in_place=True)
 
 
 def applies(problem: Problem) -> bool:
     """Whether the scores of a block of rows fit: few keys and 16-bit operands."""
-    most = MOST_KEYS_BESIDE_BIAS if problem.by_row[0] else MOST_KEYS
-    most = 32 if problem.interpreted else most
+    most = 32 if problem.interpreted else MOST_KEYS
     widths = max(problem.width, problem.value_width)
     return problem.q.element_size() == 2 and problem.k.shape[2] <= most and widths <= 128
 
@@ -72,11 +70,10 @@ def _short_kernel(
     row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
     q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
     j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
-    # Columns that one thread holds, where scores lie as the product left them. Where a bias or a mask is read by rows
-    # they may lie as that does, and Triton 3.6 reduces most of such layouts wrongly, but not of neighbours.
+    # Classes of columns that one thread holds.
     CLASSES: tl.constexpr = C.BN // CLASS
-    APART: tl.constexpr = 1 if C.BIAS_ROWS or C.MASK_ROWS else 8 if CLASSES > 8 else CLASSES
-    top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // APART, CLASS, APART)), 2, larger)
+    NEXT: tl.constexpr = 8 if CLASSES > 8 else CLASSES
+    top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // NEXT, CLASS, NEXT)), 2, larger)
     top = tl.reshape(top, (C.BM, CLASSES))
     m, dead, idle = row_maxima(top, i, head)
     bound = class_bound(top - m[:, None], beta, C.KIND, 2)
