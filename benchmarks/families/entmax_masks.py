@@ -87,7 +87,7 @@ class Masked(Attention):
 
 
 class Biased(Attention):
-    """A tensor with 0 and the lowest number is added."""
+    """A tensor is added."""
 
     def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
         return scores + given[0]
@@ -116,8 +116,7 @@ class Case:
         B, H, Hkv, Lq, Lk, D = self.size
         shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, D), (B, H, Lq, D))
         q, k, v, grad = (torch.randn(s, device=device) for s in shapes)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        q, k, v, grad = (t.to(dtype) for t in (q * self.variance**0.5, k, v, grad))
+        q, k, v, grad = (t.to(_dtype(device)) for t in (q * self.variance**0.5, k, v, grad))
         for t in (q, k, v):
             t.requires_grad_()
         return q, k, v, grad
@@ -228,12 +227,16 @@ def _compare(
 Section = Callable[[Bench], None]
 
 
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
 def _additive(keep: Tensor) -> Tensor:
-    dtype = torch.bfloat16 if keep.is_cuda else torch.float32
+    dtype = _dtype(keep.device)
     return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(
         ~keep, torch.finfo(dtype).min
     )
@@ -304,6 +307,8 @@ def _gpu_sections(bench: Bench) -> list[Section]:
             counts = [L - i * L // (2 * size[0]) for i in range(size[0])]
             keep = _kept(counts, size[4], device)
             _compare(bench, Case(f"padding, {name}", Masked(), size, keep), floors, goals)
+            bias = torch.randn(1, size[1], *size[3:5], dtype=_dtype(device), device=device)
+            _compare(bench, Case(f"a bias for each head, {name}", Biased(), size, bias))
 
     def window(bench: Bench) -> None:
         size = sized((1, 16, 16, 16384, 16384, 64))
