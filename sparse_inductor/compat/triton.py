@@ -44,7 +44,7 @@ def launch_hooks_set() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-# Triton's own loading of what it compiled in C, and what hashes.
+# Held while an extension module is loaded, and while Triton hashes.
 _loading = threading.Lock()
 _hashing = threading.Lock()
 
@@ -58,8 +58,8 @@ def load(compiled: Any) -> None:
 
 
 def build_launcher(compiled: Any) -> None:
-    """Has what launches a compiled kernel built and kept on disk, where Triton has a C compiler do that (to 3.7); the
-    kernel is not loaded. What fails here fails where it is. For several threads at once."""
+    """Builds what launches a compiled kernel, in any thread, where Triton compiles that in C (up to 3.7): it is kept on
+    disk, for `load`, in which whatever fails here fails again."""
     import triton
 
     with contextlib.suppress(Exception):
@@ -69,10 +69,10 @@ def build_launcher(compiled: Any) -> None:
 
 @functools.cache
 def _keep_modules_apart() -> None:
-    """Have each loading of an extension module give a module of its own.
+    """Has Triton get a module of its own each time it loads an extension module.
 
-    Those that Triton 3.6 launches with are all of one name, and Python keeps one: who loads one may find there what
-    another thread has just loaded.
+    Those that Triton 3.6 launches with all have one name, and Python keeps one module of a name: a thread may find
+    there what another thread has just loaded.
     """
     from triton.runtime import build
 
@@ -90,7 +90,7 @@ def _keep_modules_apart() -> None:
 
 
 def hash_compiler() -> None:
-    """Has Triton hash its own files, for the keys of all kernels, unless it has: each of several threads would."""
+    """Has Triton hash its own files, once for all kernels: threads that compile side by side would each do so."""
     with _hashing:
         _hash_compiler()
 

@@ -70,7 +70,8 @@ def _short_kernel(
     row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
     q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
     j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
-    # Classes of columns that one thread holds.
+    # Classes of columns that one thread holds, where scores lie as the product left them. Where they lie as a wide load
+    # does, neighbouring lanes may hold no neighbouring classes, and Triton 3.6 reduces such a layout wrongly.
     CLASSES: tl.constexpr = C.BN // CLASS
     NEXT: tl.constexpr = 8 if CLASSES > 8 else CLASSES
     top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // NEXT, CLASS, NEXT)), 2, larger)
