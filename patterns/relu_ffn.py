@@ -37,7 +37,6 @@ from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COMPARISONS
 from sparse_inductor.match.chains.family import rectified_product, split_block
-from sparse_inductor.match.chains.terms import widened
 from sparse_inductor.match.feed_forward.block import (
     Joined,
     Reading,
@@ -47,14 +46,16 @@ from sparse_inductor.match.feed_forward.block import (
     product_in_einsum,
     read_block,
     resembles,
+    residual_sum,
 )
+from sparse_inductor.match.feed_forward.downs import Downs
 from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
 from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
-from sparse_inductor.policy.popular import ALIGNED, may_take_popular
+from sparse_inductor.policy.popular import may_take_popular
 from sparse_inductor.policy.worth import Worth
 
 NAME = "relu_ffn"
@@ -86,10 +87,7 @@ class BlockMatch:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        r = self.reading
-        parts = [p for b in r.branches for p in b.linear.summands]
-        sources = [p.source for p in parts] + [p.weight_source for p in parts]
-        return tuple(dict.fromkeys([*sources, r.down.weight_source]))
+        return tuple(dict.fromkeys([*self.reading.inputs, self.reading.down.weight_source]))
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
@@ -114,7 +112,7 @@ class BlockMatch:
         return text + (", with the residual" if self.residual is not None else "")
 
     def replace(self) -> None:
-        r, e = self.reading, Emitter(self.at)
+        r, e, downs = self.reading, Emitter(self.at), Downs(self.reading, self.others.downs)
         dtype = fake(r.down.node).dtype  # under autocast not that of the inputs
         x, pairs = self.joined.emit(e, dtype)
         if r.down.order is not None:
@@ -128,93 +126,22 @@ class BlockMatch:
                 pair = tuple(t if t is None else e.method("detach", t) for t in pair)
             weights += pair
         weights += [None] * (4 - len(weights))
-        down_bias = self._down_bias(e, dtype)
+        down_bias = downs.bias(e, dtype)
         op = e.call(
             own_operator("relu_ffn"),
-            x, *weights, self._down(e, dtype), None if r.tokens else down_bias,
+            x, *weights, downs.weight(e, dtype), None if r.tokens else down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.others.statistics),
             *([] if self.residual is None and not self.popular else [self.residual, self.popular]),
         )  # fmt: skip
-        y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
+        y = downs.scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])
-        y, *more = self._taken_apart(e, y)
+        y, *more = downs.apart(e, y)
         y = e.laid_out(r.down.finish(e, y), fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
         for down, t in zip(self.others.downs, more):
             down.node.replace_all_uses_with(e.laid_out(down.finish(e, t), fake(down.node)))
         if self.others.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
-
-    def _down(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
-        """The weight [D, N] of the down projection, times what the neurons are scaled by ((IA)^3, say), and 0 where
-        they are masked."""
-        weight = self._stacked(e, [e.cast(d.weight(e), dtype) for d in self._downs])
-        for chain, term in self.reading.factors:
-            t = chain.vector(e, term, fake(weight).shape[1])
-            if term.fn == "where":
-                weight = e.call(torch.where, e.method("bool", t), weight, 0.0)
-            else:
-                weight = e.call(operator.mul, weight, widened(e, t))
-        return e.cast(weight, dtype)
-
-    def _stacked(self, e: Emitter, weights: list[fx.Node]) -> fx.Node:
-        """Weights below each other, which lie as the first one does."""
-        weight = weights[0]
-        if len(weights) == 1:
-            return weight
-        if self._padding:
-            zeros = e.method("new_zeros", weight, (self._padding, fake(weight).shape[1]))
-            weights = [*weights, zeros]
-        if fake(weight).stride(0) != 1:
-            return e.call(torch.cat, weights)
-        return e.method("t", e.call(torch.cat, [e.method("t", w) for w in weights], 1))
-
-    @property
-    def _downs(self) -> tuple[Linear, ...]:
-        return (self.reading.down, *self.others.downs)
-
-    @property
-    def _padding(self) -> int:
-        """Rows of zeros behind those of weighted sums, with which a neuron's weights stay a whole number of loads."""
-        return -sum(d.width is not None for d in self.others.downs) % ALIGNED
-
-    def _down_bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
-        bias = self.reading.down.emit_bias(e)
-        if bias is None:
-            return None
-        downs = self.others.downs
-        more = [*(d.outputs for d in downs), self._padding]
-        zeros = [e.method("new_zeros", bias, (n,), dtype=dtype) for n in more] if downs else []
-        biases = [e.cast(bias, dtype), *zeros]
-        return e.call(torch.cat, biases) if downs else biases[0]
-
-    def _taken_apart(self, e: Emitter, y: fx.Node) -> list[fx.Node]:
-        """The results of all down projections."""
-        if not self.others.downs:
-            return [y]
-        axis, first, parts = self.reading.down.v_dim, 0, []
-        for down in self._downs:
-            parts.append(e.method("narrow", y, axis, first, down.outputs))
-            first += down.outputs
-        return parts
-
-    def _scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
-        """What the operator gives without a bias, times what waits: p * h W^T = p * (h W^T)."""
-        r = self.reading
-        if not r.tokens:
-            return y
-        dtype = fake(y).dtype
-        for chain, term in r.tokens:
-            t = chain.token_operand(e, term)
-            if r.down.order is not None:
-                t = e.permuted(t, r.down.order)
-            t = e.permuted(t, order)
-            if term.fn == "where":
-                y = e.call(torch.where, e.method("bool", t), y, 0.0)
-            else:
-                y = e.call(operator.mul, y, t)
-        y = e.cast(y, dtype)
-        return y if bias is None else e.call(operator.add, y, bias)
 
     def _emit_statistics(self, e: Emitter, values: fx.Node, rest: list[int]) -> None:
         down = self.reading.down
@@ -294,7 +221,7 @@ class ReluFfn(Recogniser):
                         f"thresholds compared in {other}, which the operator has in {dtype}", n
                     )
         check_device(node)
-        if any(map(view.needs_grad, _inputs(reading))):
+        if any(map(view.needs_grad, reading.inputs)):
             if all(is_flat(b.program) for b in reading.branches):
                 raise NoMatch("a comparison passes no gradient on to what it compares", node)
             for branch in reading.branches:
@@ -326,7 +253,7 @@ class ReluFfn(Recogniser):
         more = [d for d in others.downs if d.width is None or not asked]
         check_joined(view, [one.parts, [down, *more]], down, node)
         saved = functools.partial(_bytes_saved, view, reading)
-        if (total := _residual_sum(view, reading, node)) is not None and not others.ends:
+        if (total := residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
             with contextlib.suppress(NoMatch):
                 more = (*nodes, end)
@@ -353,7 +280,7 @@ class ReluFfn(Recogniser):
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),
             weighed=int(any(d.width is not None for d in match.others.downs)),
-            training=int(any(map(view.needs_grad, _inputs(match.reading)))),
+            training=int(any(map(view.needs_grad, match.reading.inputs))),
         )
         given = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
         inputs, stats = given // max(1, tokens), bool(match.others.statistics)
@@ -382,44 +309,9 @@ def _reads(reading: Reading, others: Others, node: fx.Node) -> list[tuple[fx.Nod
     return reads + [(t, d.node) for d in others.downs for t in (d.weight_source, *d.also)]
 
 
-def _residual_sum(
-    view: GraphView, reading: Reading, node: fx.Node
-) -> tuple[fx.Node, fx.Node] | None:
-    """(a sum, the residual in it) where the block of a single token is read for nothing else, in inference.
-
-    The operator adds it on its way, for less than a kernel of its own costs; of more tokens Inductor fuses the sum with
-    what comes after it.
-    """
-    down, sizes = reading.down, view.shape(node)
-    plain = down.order is None and not down.also and not reading.tokens
-    alone = all(isinstance(n, int) for n in sizes) and math.prod(sizes[:-1]) == 1
-    if not (plain and alone and down.v_dim == len(sizes) - 1 and len(node.users) == 1):
-        return None
-    end = next(iter(node.users))
-    call = view.call(end)
-    if call is None or call.name != "add" or view.const(call.get("alpha", 1)) != 1:
-        return None
-    residual = next((t for t in (call["input"], call["other"]) if t is not node), None)
-    if not isinstance(residual, fx.Node) or not view.is_tensor(residual):
-        return None
-    same = view.same_shape(residual, node) and view.same_shape(end, node)
-    same = same and view.dtype(residual) == view.dtype(node) == view.dtype(end)
-    written = view.effects.writers.get(end)
-    # A product may be a block of its own, which ends in the same sum.
-    if not same or written or linears(view, residual):
-        return None
-    read = [residual, *_inputs(reading), down.weight_source]
-    return None if any(map(view.needs_grad, read)) else (end, residual)
-
-
-def _inputs(reading: Reading) -> list[fx.Node]:
-    parts = [p for b in reading.branches for p in b.linear.summands]
-    return [t for p in parts for t in (p.source, p.weight_source)]
-
-
 def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
     """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
-    if not any(map(view.needs_grad, _inputs(reading))):
+    if not any(map(view.needs_grad, reading.inputs)):
         return 0
     sizes = view.shape(reading.down.source)
     if not all(isinstance(s, int) for s in sizes):

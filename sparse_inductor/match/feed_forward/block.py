@@ -16,7 +16,7 @@ from ...epilogue.zero_threshold import zero_threshold
 from ...graph.contraction import lettered
 from ...graph.effects import reached
 from ...graph.emit import Emitter
-from ...graph.gemm import Linear
+from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, fake, static_size
@@ -66,6 +66,12 @@ class Reading:
     @property
     def branches(self) -> tuple[Branch, ...]:
         return (self.gate,) if self.up is None else (self.gate, self.up)
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """What the projections take, and then their weights."""
+        parts = [p for b in self.branches for p in b.linear.summands]
+        return [*(p.source for p in parts), *(p.weight_source for p in parts)]
 
 
 def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
@@ -277,3 +283,33 @@ def check_joined(
     if not known or math.prod(tokens) < _TOKENS:
         few = f"{math.prod(tokens)}" if known else "a number of"
         raise NoMatch(f"{what}, too many for {few} tokens: merge the adapters", node)
+
+
+def residual_sum(
+    view: GraphView, reading: Reading, node: fx.Node
+) -> tuple[fx.Node, fx.Node] | None:
+    """(a sum, the residual in it) where the block of a single token is read for nothing else, in inference.
+
+    The operator adds it on its way, for less than a kernel of its own costs; of more tokens Inductor fuses the sum with
+    what comes after it.
+    """
+    down, sizes = reading.down, view.shape(node)
+    plain = down.order is None and not down.also and not reading.tokens
+    alone = all(isinstance(n, int) for n in sizes) and math.prod(sizes[:-1]) == 1
+    if not (plain and alone and down.v_dim == len(sizes) - 1 and len(node.users) == 1):
+        return None
+    end = next(iter(node.users))
+    call = view.call(end)
+    if call is None or call.name != "add" or view.const(call.get("alpha", 1)) != 1:
+        return None
+    residual = next((t for t in (call["input"], call["other"]) if t is not node), None)
+    if not isinstance(residual, fx.Node) or not view.is_tensor(residual):
+        return None
+    same = view.same_shape(residual, node) and view.same_shape(end, node)
+    same = same and view.dtype(residual) == view.dtype(node) == view.dtype(end)
+    written = view.effects.writers.get(end)
+    # A product may be a block of its own, which ends in the same sum.
+    if not same or written or linears(view, residual):
+        return None
+    read = [residual, *reading.inputs, down.weight_source]
+    return None if any(map(view.needs_grad, read)) else (end, residual)

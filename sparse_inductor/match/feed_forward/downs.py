@@ -1,0 +1,97 @@
+"""The down projections of a block as the operator takes them: one below the other, and their results apart again."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ...graph.emit import Emitter
+from ...graph.gemm import Linear
+from ...graph.view import fake
+from ...policy.popular import ALIGNED
+from ..chains.terms import widened
+from .block import Reading
+
+
+@dataclasses.dataclass(frozen=True)
+class Downs:
+    """The block's own projection, and others that read its activations: an adapter's first, or a weighted sum."""
+
+    reading: Reading
+    others: Sequence[Linear]
+
+    def weight(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
+        """All weights [D, N], times what the neurons are scaled by ((IA)^3, say), and 0 where they are masked."""
+        weight = self._stacked(e, [e.cast(d.weight(e), dtype) for d in self._all])
+        for chain, term in self.reading.factors:
+            t = chain.vector(e, term, fake(weight).shape[1])
+            if term.fn == "where":
+                weight = e.call(torch.where, e.method("bool", t), weight, 0.0)
+            else:
+                weight = e.call(operator.mul, weight, widened(e, t))
+        return e.cast(weight, dtype)
+
+    def bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
+        """The own projection's bias [D], zeros for the others."""
+        bias = self.reading.down.emit_bias(e)
+        if bias is None:
+            return None
+        more = [*(d.outputs for d in self.others), self._padding]
+        zeros = (
+            [e.method("new_zeros", bias, (n,), dtype=dtype) for n in more] if self.others else []
+        )
+        biases = [e.cast(bias, dtype), *zeros]
+        return e.call(torch.cat, biases) if self.others else biases[0]
+
+    def apart(self, e: Emitter, y: fx.Node) -> list[fx.Node]:
+        """The results of all projections, the own one's first."""
+        if not self.others:
+            return [y]
+        axis, first, parts = self.reading.down.v_dim, 0, []
+        for down in self._all:
+            parts.append(e.method("narrow", y, axis, first, down.outputs))
+            first += down.outputs
+        return parts
+
+    def scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
+        """What the operator gives without a bias, times what waits: p * h W^T = p * (h W^T)."""
+        down, tokens = self.reading.down, self.reading.tokens
+        if not tokens:
+            return y
+        dtype = fake(y).dtype
+        for chain, term in tokens:
+            t = chain.token_operand(e, term)
+            if down.order is not None:
+                t = e.permuted(t, down.order)
+            t = e.permuted(t, order)
+            if term.fn == "where":
+                y = e.call(torch.where, e.method("bool", t), y, 0.0)
+            else:
+                y = e.call(operator.mul, y, t)
+        y = e.cast(y, dtype)
+        return y if bias is None else e.call(operator.add, y, bias)
+
+    @property
+    def _all(self) -> tuple[Linear, ...]:
+        return (self.reading.down, *self.others)
+
+    @property
+    def _padding(self) -> int:
+        """Rows of zeros behind those of weighted sums, with which a neuron's weights stay a whole number of loads."""
+        return -sum(d.width is not None for d in self.others) % ALIGNED
+
+    def _stacked(self, e: Emitter, weights: list[fx.Node]) -> fx.Node:
+        """Weights below each other, which lie as the first one does."""
+        weight = weights[0]
+        if len(weights) == 1:
+            return weight
+        if self._padding:
+            zeros = e.method("new_zeros", weight, (self._padding, fake(weight).shape[1]))
+            weights = [*weights, zeros]
+        if fake(weight).stride(0) != 1:
+            return e.call(torch.cat, weights)
+        return e.method("t", e.call(torch.cat, [e.method("t", w) for w in weights], 1))
