@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,41 +35,45 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 def run(bench: Bench) -> None:
-    """Time the first calls of all programs."""
-    bench.sections((_first_call,))
+    """Time the first calls of all programs, each a part by its name."""
+    bench.sections(map(_part, PROGRAMS))
 
 
-def _first_call(bench: Bench) -> None:
-    """Two new processes a program and lap."""
-    with tempfile.TemporaryDirectory() as bytecode:
-        _programs(bench, Path(bytecode))
+def _part(name: str) -> Callable[[Bench], None]:
+    def part(bench: Bench) -> None:
+        with tempfile.TemporaryDirectory() as bytecode:
+            _first_calls(name, bench, Path(bytecode))
+
+    part.__name__ = name
+    return part
 
 
-def _programs(bench: Bench, bytecode: Path) -> None:
-    for name in PROGRAMS:
-        if bench.late():
-            bench.note(f"Not measured for want of time: {name}.")
-            continue
-        if "entmax" in name and importlib.util.find_spec("entmax") is None:
-            bench.note("Not measured: entmax, whose package is not installed here.")
-            continue
-        size = "quick" if bench.quick else "full"
-        if not bench.quick:
-            _pair(name, bench, bytecode, "quick")  # for the modules that it imports
-        with tempfile.TemporaryDirectory() as folder:
-            cold, *warm = (
-                _pair(name, bench, bytecode, size, Path(folder))
-                for _ in range(2 if bench.quick else 1 + AGAIN)
-            )
-        warm.sort(key=lambda pair: pair[1]["seconds"] / pair[0]["seconds"])
-        rewritten = bool(cold[1]["rewrites"])
-        what = "rewritten at once" if rewritten else "as written"
-        laps = (("empty", cold, 1.5 if rewritten else 1.05), ("filled", warm[len(warm) // 2], 1.1))
-        for caches, (theirs, ours), floor in laps:
-            note = f"{what}: {ours['seconds']:.3g} s / {theirs['seconds']:.3g} s"
-            value = ours["seconds"] / theirs["seconds"]
-            bench.row(f"{name}, {caches} caches", value, "x", floor, note=note)
-            bench.say(f"{name}, {caches} caches: {value:.3f} ({note})")
+def _first_calls(name: str, bench: Bench, bytecode: Path) -> None:
+    """Two new processes a lap."""
+    says = PROGRAMS[name].says
+    if bench.late():
+        bench.note(f"Not measured for want of time: {says}.")
+        return
+    if "entmax" in name and importlib.util.find_spec("entmax") is None:
+        bench.note("Not measured: entmax, whose package is not installed here.")
+        return
+    size = "quick" if bench.quick else "full"
+    if not bench.quick:
+        _pair(name, bench, bytecode, "quick")  # for the modules that it imports
+    with tempfile.TemporaryDirectory() as folder:
+        cold, *warm = (
+            _pair(name, bench, bytecode, size, Path(folder))
+            for _ in range(2 if bench.quick else 1 + AGAIN)
+        )
+    warm.sort(key=lambda pair: pair[1]["seconds"] / pair[0]["seconds"])
+    rewritten = bool(cold[1]["rewrites"])
+    what = "rewritten at once" if rewritten else "as written"
+    laps = (("empty", cold, 1.5 if rewritten else 1.05), ("filled", warm[len(warm) // 2], 1.1))
+    for caches, (theirs, ours), floor in laps:
+        note = f"{what}: {ours['seconds']:.3g} s / {theirs['seconds']:.3g} s"
+        value = ours["seconds"] / theirs["seconds"]
+        bench.row(f"{says}, {caches} caches", value, "x", floor, note=note)
+        bench.say(f"{says}, {caches} caches: {value:.3f} ({note})")
 
 
 def _pair(
@@ -182,20 +186,30 @@ def _scoring(full: bool) -> Made:
     return _Scores(documents, terms, length), (torch.rand(8, terms),)
 
 
-PROGRAMS: dict[str, tuple[Callable[[bool], Made], bool]] = {
-    "4 blocks of 2,048 x 8,192, 8,192 tokens, inference": (_blocks, False),
-    "4 blocks of 2,048 x 8,192, 8,192 tokens, training": (_blocks, True),
-    "SPLADE encoder, 12 layers, 16 x 128 tokens, inference": (_splade, False),
-    "SPLADE encoder, 12 layers, 16 x 128 tokens, training": (_splade, True),
-    "entmax attention, 4 x 12 x 2,048, training": (_entmax, True),
-    "sparse scores of 100,000 documents": (_scoring, False),
+class Program(NamedTuple):
+    """What is called first, of full size or small, and whether a backward follows."""
+
+    says: str
+    make: Callable[[bool], Made]
+    train: bool
+
+
+_BLOCKS = "4 blocks of 2,048 x 8,192, 8,192 tokens"
+_ENCODER = "SPLADE encoder, 12 layers, 16 x 128 tokens"
+PROGRAMS = {
+    "blocks": Program(f"{_BLOCKS}, inference", _blocks, False),
+    "blocks_training": Program(f"{_BLOCKS}, training", _blocks, True),
+    "splade": Program(f"{_ENCODER}, inference", _splade, False),
+    "splade_training": Program(f"{_ENCODER}, training", _splade, True),
+    "entmax_training": Program("entmax attention, 4 x 12 x 2,048, training", _entmax, True),
+    "scores": Program("sparse scores of 100,000 documents", _scoring, False),
 }
 
 
 def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
-    make, train = PROGRAMS[name]
+    program = PROGRAMS[name]
     torch.manual_seed(0)
-    module, given = make(size == "full")
+    module, given = program.make(size == "full")
     cuda = device == "cuda"
     half = torch.bfloat16 if cuda and "scores" not in name else None
     module = module.to(device, half)
@@ -208,12 +222,12 @@ def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
     start = time.perf_counter()
     if how == "enabled":
         sparse_inductor.enable()
-    program = torch.compile(module)
-    if train:
-        program(*inputs).float().square().mean().backward()
+    compiled = torch.compile(module)
+    if program.train:
+        compiled(*inputs).float().square().mean().backward()
     else:
         with torch.no_grad():
-            program(*inputs)
+            compiled(*inputs)
     synchronize()
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "rewrites": len(sparse_inductor.report().rewrites)}
