@@ -44,9 +44,8 @@ def launch_hooks_set() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-# Held while an extension module is loaded, and while Triton hashes.
-_loading = threading.Lock()
-_hashing = threading.Lock()
+# Held while an extension module is loaded, while Triton hashes what it is, and while it hashes a function.
+_loading, _hashing_compiler, _hashing = threading.Lock(), threading.Lock(), threading.Lock()
 
 
 def load(compiled: Any) -> None:
@@ -91,7 +90,7 @@ def _keep_modules_apart() -> None:
 
 def hash_compiler() -> None:
     """Has Triton hash its own files, once for all kernels: threads that compile side by side would each do so."""
-    with _hashing:
+    with _hashing_compiler:
         _hash_compiler()
 
 
