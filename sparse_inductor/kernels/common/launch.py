@@ -69,9 +69,9 @@ class Job(NamedTuple):
     device: int
 
     def compiled(self) -> Any:
-        """The kernel, which a first launch finds with Triton, and nothing on the GPU: that may be recording a graph."""
-        hash_compiler()
+        """Compiles it, and builds what launches it, for a first launch to find; loads nothing: a graph may be captured."""
         with torch.cuda.device(self.device):
+            hash_compiler()
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
             build_launcher(compiled)
         return compiled
