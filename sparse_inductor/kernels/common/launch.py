@@ -69,7 +69,8 @@ class Job(NamedTuple):
     device: int
 
     def compiled(self) -> Any:
-        """Compiles it, and builds what launches it, for a first launch to find; loads nothing: a graph may be captured."""
+        """Compiles it, and builds what launches it, for a first launch to find; loads nothing, so that a graph may be
+        captured meanwhile."""
         with torch.cuda.device(self.device):
             hash_compiler()
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
