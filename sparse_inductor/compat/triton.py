@@ -44,10 +44,6 @@ def launch_hooks_set() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-# Held while an extension module is loaded, while Triton hashes what it is, and while it hashes a function.
-_loading, _hashing_compiler, _hashing = threading.Lock(), threading.Lock(), threading.Lock()
-
-
 def load(compiled: Any) -> None:
     """Loads a compiled kernel onto the current GPU, which its first launch would do, and raises what that would raise;
     where Triton has no such function, nothing is loaded."""
@@ -75,31 +71,15 @@ def _keep_modules_apart() -> None:
     """
     from triton.runtime import build
 
-    usual = getattr(build, "_load_module_from_path", None)
-    if usual is None:
-        return
+    usual, loading = build._load_module_from_path, threading.Lock()
 
     def alone(name: str, path: str) -> ModuleType:
         own = ModuleType(name)
-        with _loading:
+        with loading:
             own.__dict__.update(vars(usual(name, path)))
         return own
 
     build._load_module_from_path = alone
-
-
-def hash_compiler() -> None:
-    """Has Triton hash its own files, once for all kernels: threads that compile side by side would each do so."""
-    with _hashing_compiler:
-        _hash_compiler()
-
-
-@functools.cache
-def _hash_compiler() -> None:
-    from torch.utils import _triton
-
-    with contextlib.suppress(Exception):
-        _triton.triton_hash_with_backend()
 
 
 def mock_tensor(dtype: Any) -> Any:
@@ -109,14 +89,27 @@ def mock_tensor(dtype: Any) -> Any:
     return MockTensor(dtype)
 
 
+_hashing = threading.Lock()
+
+
 def settle_cache_key(function: Any) -> None:
     """Have Triton know a function by the same key in every process, to find there what another has compiled.
 
     Up to 3.7 the key depends on whether what the function calls has been hashed before, and with that on which kernels
-    came first: so that is hashed first.
+    came first: so that is hashed first. So is Triton itself, once: threads that compile side by side would each do so.
     """
-    with _hashing:
-        _hash_called_first(function, set())
+    if getattr(function, "hash", "") is None:
+        with _hashing:
+            _hash_compiler()
+            _hash_called_first(function, set())
+
+
+@functools.cache
+def _hash_compiler() -> None:
+    from torch.utils import _triton
+
+    with contextlib.suppress(Exception):
+        _triton.triton_hash_with_backend()
 
 
 def _hash_called_first(function: Any, above: set[int]) -> None:

@@ -217,6 +217,12 @@ def test_each_thread_gets_the_launcher_that_it_loads(monkeypatch):
 def test_threads_hash_the_compiler_once(monkeypatch):
     hashed = []
 
+    class Unhashed:
+        hash, cache_key = None, "key"
+
+        def fn(self):
+            pass
+
     def slow():
         time.sleep(0.01)
         hashed.append(1)
@@ -224,7 +230,7 @@ def test_threads_hash_the_compiler_once(monkeypatch):
     monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", slow)
     triton_parts._hash_compiler.cache_clear()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: triton_parts.hash_compiler(), range(8)))
+        list(pool.map(triton_parts.settle_cache_key, [Unhashed() for _ in range(8)]))
     triton_parts._hash_compiler.cache_clear()
     assert hashed == [1]
 

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from ...compat.triton import (
     LaunchSeen,
     build_launcher,
-    hash_compiler,
     launch_hooks_set,
     launches_seen,
     load,
@@ -72,7 +71,7 @@ class Job(NamedTuple):
         """Compiles it, and builds what launches it, for a first launch to find; loads nothing, so that a graph may be
         captured meanwhile."""
         with torch.cuda.device(self.device):
-            hash_compiler()
+            settle_cache_key(self.kernel)
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
             build_launcher(compiled)
         return compiled
@@ -244,7 +243,6 @@ def _job(
     device: int,
 ) -> Job:
     """What compiles the kernel of a launch."""
-    settle_cache_key(kernel)
     key = _general(kernel, args, constants, num_warps, options, device)
     like = [*map(_without_memory, args)]
     return Job(key, kernel, grid, like, {**constants, "num_warps": num_warps, **options}, device)
