@@ -21,13 +21,11 @@ class Apart(NamedTuple):
     """When an operator is faster with popular neurons, and what they cost, as shares.
 
     below: the cost below which it is. each: a neuron for every row, over a gathered element. once: that there are any.
-    dense: the share left to gather above which the operator takes all rows as dense.
     """
 
     below: float
     each: float
     once: float
-    dense: float = 1.0
 
 
 def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool) -> bool:
@@ -55,15 +53,12 @@ def cheapest(active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> torch.Te
 def cost(
     active: torch.Tensor, rows: torch.Tensor, apart: Apart | None, popular: torch.Tensor
 ) -> float:
-    """What the block costs with these popular neurons: all of it where the operator gathers no row; without any the
-    share that is active.
+    """What the block costs with these popular neurons; without any the share that is active.
 
     active, rows: [N], of a sample that says nothing of who is popular.
     """
     frequencies = active.double() / rows
     gathered = float(frequencies.sum() - frequencies[popular].sum())
     if apart is not None and len(popular):
-        if gathered > apart.dense * len(active):
-            return 1.0
         return (gathered + apart.each * len(popular)) / len(active) + apart.once
     return gathered / len(active)

@@ -4,7 +4,6 @@ interpreter does not run them, and Gluon's names change from one version to the 
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 from compiling import compiled, run_compiled
@@ -17,8 +16,7 @@ def compile_all() -> None:
 
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels.common.epilogue import encode
-    from sparse_inductor.kernels.relu_ffn import bitmask_packing, hopper
-    from sparse_inductor.kernels.relu_ffn import bitmask_ptx as marked_ptx
+    from sparse_inductor.kernels.relu_ffn import hopper, packing
     from sparse_inductor.kernels.splade_head import hopper as splade
 
     made = functools.partial(compiled, of=GluonASTSource)
@@ -39,7 +37,7 @@ def compile_all() -> None:
         constants = {
             "COLUMNS": columns, "KBLOCKS": 16, "EACH": 8, "STAGES": hopper.stages(columns), "HAS_BIAS": False,
         }  # fmt: skip
-        types = [token, descriptor(columns, 64), token, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
+        types = [token, descriptor(columns, 64), token, *"*bf16 *i32 *i32 i32 i32 i32 i32".split()]
         multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
     granule, types = (
         descriptor(32, 64),
@@ -52,16 +50,16 @@ def compile_all() -> None:
         }  # fmt: skip
         given = [granule, token, *types, *["i32"] * 5]
         multiplies(made(splade._peak_kernel, given, constants, num_warps=4), bulk)
-    types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 i32 fp32".split()
-    for words, N, rows, warps in ((176, 5632, 1, 1), (176, 5632, 32, 8), (512, 16384, 32, 8)):
-        body = marked_ptx.pack(words, N, N // 15, 64, 40, False, rows, warps)
-        constants = {"BODY": body, "PDL": True}
-        found = compiled(bitmask_packing._pack_kernel.kernel, types, constants, num_warps=warps)
-        code = found.asm["ptx"]
-        assert code.count("griddepcontrol.wait") == 1 and ".local" not in code
-        declared = re.findall(r"\.shared .*ffn_\w+\[(\d+)\]", code)
-        assert sum(map(int, declared)) + found.metadata.shared <= 48 << 10, (
-            f"{words} words, {warps} warps: {declared} is more than is given unasked"
+    types = "*i32 *bf16 *i32 *i16 *bf16 *i32 *i32 *i32".split()
+    for words, each in ((packing.WORDS, 1), (packing.WORDS, packing.EACH)):
+        constants = {
+            "STEPS": encode(parse("relu")), "GATED": True, "CAP": 256, "PIECE": 64, "PIECES": 4, "WORDS": words,
+            "EACH": each, "PDL": True, "stats": None,
+        }  # fmt: skip
+        given = [*types, *"i32 i32 i32 i32 fp32 fp32".split()]
+        found = compiled(packing._pack_kernel.kernel, given, constants, num_warps=1)
+        assert (
+            found.asm["ptx"].count("griddepcontrol.wait") == 1 and ".local" not in found.asm["ptx"]
         )
     compile_popular()
 

@@ -105,28 +105,12 @@ def bitmasks(monkeypatch):
         gate = torch.nn.functional.linear(x, weight, bias)
         return gate, bitmask_of(gate, threshold)
 
-    def pack(gate, bitmask, packed, overflow, state):
-        bits = torch.arange(32, device=gate.device)
-        neuron = popular_neuron(gate.shape[1]).to(gate.device)
-        left = (bitmask.unsqueeze(2) >> bits & 1).bool()
-        active = torch.zeros(len(gate), neuron.numel(), dtype=torch.bool, device=gate.device)
-        active[:, neuron.flatten()] = left.flatten(1)
-        kept = torch.where(active[:, : gate.shape[1]], gate, -torch.inf)
-        count, index, value = packed
-        entries = (
-            count,
-            index,
-            torch.empty_like(index, dtype=gate.dtype) if value is None else value,
-        )
-        return packer.pack(kept, entries, overflow, state, None, (), 0.0, value is None)
-
     monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(forward, "FEW", 0)
     monkeypatch.setattr(forward, "FEW_GATES", 0)
     monkeypatch.setattr(forward.rows, "USE_PDL", False)
     monkeypatch.setattr(forward.hopper, "may_emit_bitmask", lambda *_: True)
     monkeypatch.setattr(forward.hopper, "product_with_bitmask", product)
-    monkeypatch.setattr(forward.bitmask_packing, "pack", pack)
 
 
 def popular_neuron(N: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from compiling import compiled, run_compiled
 
-NONE = dict.fromkeys("x_desc up_desc gate_desc a_desc b_desc half_desc out_desc bias".split())
+NONE = dict.fromkeys("gate_bias up_bias d_stats bias".split())
 
 
 def attention() -> None:
@@ -63,25 +63,34 @@ def listed_rows() -> None:
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels.common import tiles
     from sparse_inductor.kernels.common.epilogue import encode
-    from sparse_inductor.kernels.relu_ffn import dense
+    from sparse_inductor.kernels.relu_ffn import listed
 
-    relu = {"F_STEPS": encode(parse("relu")), "G_STEPS": encode(()), "GATED": True}
+    relu = {"F_STEPS": encode(parse("relu")), "G_STEPS": encode(())}
     kernels = [
-        (dense._hidden_kernel.kernel, {**relu, "K": 2048, "stride_xk": 1, "stride_uk": 1}),
-        (dense._product_kernel.kernel, {"K": 5632, "stride_ak": 1, "stride_bk": 1}),
+        (listed._hidden_kernel.kernel, {**relu, "K": 2048}),
+        (listed._gradients_kernel.kernel, {**relu, "K": 2048, "D": 2048, "stride_dn": 1}),
+        (listed._product_kernel.kernel, {"K": 5632, "stride_bk": 1, "stride_dk": 1}),
     ]
     for capability, kib in ((80, 163), (89, 99), (120, 99)):  # A100, RTX 4090, RTX 5090
-        dense.shared_memory = tiles.shared_memory = lambda device, kib=kib: kib * 1024
+        tiles.shared_memory = lambda device, kib=kib: kib * 1024
         tiles.row_of.cache_clear()
         tiles.compute_capability = lambda device, found=capability: divmod(found, 10)
         on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
-        _, able, tile = dense._listed_tile(on_gpu, [None])
+        tile = listed._tile_of(on_gpu)
         options = {n: tile.pop(n) for n in ("num_warps", "num_stages")}
-        fixed = {**NONE, **tile, "TMA": able, "PDL": False, "HAS_BIAS": False, "PRECISION": "ieee"}
+        fixed = {**NONE, **tile, "PDL": False}
         for kernel, sizes in kernels:
             constants = {n: v for n, v in {**fixed, **sizes}.items() if n in kernel.arg_names}
-            kinds = dict.fromkeys("x up gate a b out".split(), "*bf16")
-            kinds |= {"state": "*i32", "rows": "*i32", "parts": "*fp32", "THRESHOLD": "fp32"}
+            kinds = dict.fromkeys(
+                "x dy up gate down d_gate d_up hidden a b c d out".split(), "*bf16"
+            )
+            kinds |= {
+                "length": "*i32",
+                "arrived": "*i32",
+                "rows": "*i32",
+                "parts": "*fp32",
+                "THRESHOLD": "fp32",
+            }
             types = [kinds.get(n, "i32") for n in kernel.arg_names if n not in constants]
             found = compiled(kernel, types, constants, capability=capability, **options)
             assert 0 < found.metadata.shared <= kib * 1024, (kernel.__name__, capability)

@@ -20,7 +20,6 @@ from support import heavy
 )
 def test_rows_that_fit_and_rows_that_do_not(M, N, D, dtype, fits, device, monkeypatch):
     """Rows of 8 % and of half the entries; one is zero, one column is in every other row."""
-    monkeypatch.setattr(sparse_products, "CHUNK", 128 * N)
     torch.manual_seed(0)
     share = torch.where(torch.arange(M) % 12 < fits, 0.5, 0.08).unsqueeze(1)
     h = torch.randn(M, N) * (torch.rand(M, N) < share)

@@ -17,17 +17,3 @@ def tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr = GROUP):
     r = t % (GROUP * tiles_n)
     size = tl.minimum(GROUP, tiles_m - group * GROUP)
     return group * GROUP + r % size, r // size
-
-
-@triton.jit
-def rows_full(n_rows, BM: tl.constexpr):
-    """Row tiles of so many rows, but a last one that has no more than half of them."""
-    return (n_rows + BM // 2 - 1) // BM
-
-
-@triton.jit
-def tile_last(t, full, tiles_n):
-    """`tile_at` of so many row tiles, and behind them the tiles of one more."""
-    past = t - full * tiles_n
-    pm, pn = tile_at(tl.minimum(t, tl.maximum(full * tiles_n - 1, 0)), tl.maximum(full, 1), tiles_n)
-    return tl.where(past < 0, pm, full), tl.where(past < 0, pn, past)

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from ..common.launch import relaunched
 from ..common.side_stream import SideStream
 from . import dots as dot_rows
-from . import forward, gather, overflow, popular, rows
+from . import few, forward, gather, listed, popular, rows
 from .forward import Block, Packed, chunks, rows_of_table
-from .packing import ARRIVALS, overflow_rows, popcount
+from .packing import popcount
 
 # Rows a word of the token masks.
 WORD = 32
@@ -194,13 +193,11 @@ def backward(
     d_stats = None if d_stats is None else d_stats.float().contiguous()
     N = b.gate.shape[0]
     if d_stats is None and forward.is_few(len(x), N):
-        return _few(dy, x, b, needs)
+        return few.backward(dy, x, b, needs)
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
-    # By rows as it is, or else by columns as it is: overflow rows take either.
-    by_row = b.down.stride(1) == 1
-    tables = gate, up, b.down if by_row else rows_of_table(b.down.t()), by_row
+    tables = gate, up, b.down
 
     def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         return (
@@ -238,7 +235,7 @@ def backward(
                 lists.fill()
             filled = side.mark()
             first.make()
-        table, _ = rows.by_neuron(b.down)
+        table = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
         entries = packed.count, packed.index, packed.gate
         d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
@@ -280,93 +277,38 @@ def backward(
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
 
 
-def _few(
-    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """The gradients for so few rows that nothing was packed: library products, the projections made again."""
-    M, N = len(x), b.gate.shape[0]
-    room = M + overflow.PAD.value  # `slopes_in_place` ends in whole pads
-    g, dh = x.new_empty(room, N), x.new_empty(room, N)
-    u = None if b.up is None else x.new_empty(room, N)
-    g[:M] = F.linear(x, b.gate, b.gate_bias)
-    if u is not None and b.up is not None:
-        u[:M] = F.linear(x, b.up, b.up_bias)
-    torch.mm(dy, b.down, out=dh[:M])
-    rows_all = torch.arange(M, dtype=torch.int32, device=x.device)
-    length = torch.full((1,), M, dtype=torch.int32, device=x.device)
-    overflow.slopes_in_place(g, u, dh, None, rows_all, length, b.f, b.g, b.zero_threshold)
-    g, h = g[:M], dh[:M]
-    dx = None
-    if needs[0]:
-        dx = g @ b.gate
-        if u is not None and b.up is not None:
-            dx.addmm_(u[:M], b.up)
-    found: list[torch.Tensor | None] = [dx]
-    for d, right, (weight, bias), (n_weight, n_bias) in (
-        (g, x, (b.gate, b.gate_bias), needs[1:3]),
-        (None if u is None else u[:M], x, (b.up, b.up_bias), needs[3:5]),
-        (dy, h, (b.down, b.down_bias), needs[5:7]),
-    ):
-        found.append(d.t() @ right if n_weight and weight is not None and d is not None else None)
-        found.append(d.sum(0) if n_bias and bias is not None and d is not None else None)
-    return found
-
-
 class _Overflow:
-    """Rows of `count` that are not packed: what they contribute, by tensor cores.
+    """Rows of `count` that are not packed: what they contribute, by tiles.
 
-    wanted: for each sum over tokens (gradient of a weight, of its bias), to which they add their share, either None.
+    tables: gate and up [N, K] with unit stride along K, and down [D, N]. wanted: for each sum over tokens (gradient of
+    a weight, of its bias), to which they add their share, either None.
     """
 
-    def __init__(
-        self,
-        dy,
-        d_stats,
-        x,
-        b: Block,
-        tables,
-        count,
-        cap: int,
-        dx,
-        wanted,
-    ) -> None:
-        N = b.gate.shape[0]
+    def __init__(self, dy, d_stats, x, b: Block, tables, count, cap: int, dx, wanted) -> None:
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
-        self._tables, self._count, self._cap = tables, count, cap
-        self.length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
-        self._xs, self._dys = map(overflow.room_for_copies, (x, dy))
-        self._dh = x.new_empty(len(self._xs), N)
-        self._g = torch.empty_like(self._dh)
-        self._u = None if b.up is None else torch.empty_like(self._dh)
-        of_x, of_dy = (self._xs, x), (self._dys, dy)
-        self._sums = [
-            overflow.Sum(values, *rows_of, weight, bias)
-            for values, rows_of, (weight, bias) in zip(
-                (self._g, self._u, self._dh), (of_x, of_x, of_dy), wanted, strict=True
-            )
-            if values is not None and weight is not None
-        ]
+        self._tables, self._count, self._cap, self._wanted = tables, count, cap, wanted
 
     def make(self) -> None:
         """Find them, and make their gradients before the sums over tokens and their rows of dx."""
-        overflow_rows(self._count, self._cap, self.length, self._listed)
-        gate, up, down, by_row = self._tables
-        g, u, dh, b = self._g, self._u, self._dh, self._b
-        listed = self._listed, self.length
-        overflow.gather(self._x, self._dy, self._xs, self._dys, *listed)
-        overflow.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, source=self._x)
-        if u is not None:
-            overflow.copied_product(self._xs, up, u, *listed, bias=b.up_bias, source=self._x)
-        overflow.copied_product(self._dys, down, dh, *listed, by_row=by_row, source=self._dy)
-        overflow.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.zero_threshold)
+        self._listed = listed.Listed.of(self._count, self._cap)
+        gate, up, down = self._tables
+        b = self._b
+        self._made = d_gate, d_up, _ = listed.gradients(
+            self._x, self._dy, (gate, b.gate_bias), None if up is None else (up, b.up_bias), down,
+            self._d_stats, self._listed, b.f, b.g, b.zero_threshold,
+        )  # fmt: skip
         if self._dx is not None:
-            second = None if u is None else (u, up)
-            overflow.copied_product(
-                g, gate, self._dx, *listed, by_row=True, scatter=True, second=second,
-                arrived=self.length[1:],
-            )  # fmt: skip
+            second = None if d_up is None else (d_up, up.t())
+            listed.product(d_gate, gate.t(), self._dx, self._listed, second=second)
 
     def add(self) -> None:
         """Add their share of the sums over tokens."""
-        if self._sums:
-            overflow.add_products(self._sums, self.length)
+        sums = [
+            listed.Sum(values, right, weight, bias)
+            for values, right, (weight, bias) in zip(
+                self._made, (self._x, self._x, self._dy), self._wanted, strict=True
+            )
+            if values is not None and weight is not None
+        ]
+        if sums:
+            listed.add_sums(sums, self._listed)

@@ -13,7 +13,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from ..common.epilogue import dual, encode, evaluate
 from ..common.launch import relaunched
-from ..common.pdl import let_next_start, pdl_options, wait_for_previous
+from ..common.pdl import pdl_options, wait_for_previous
 from . import gather
 from .gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
 from .packing import n_listed, pieces_of
@@ -112,7 +112,7 @@ def _dots_kernel(
     M, K, stride_x, stride_t, stride_g, listers, slice,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, AFTER: tl.constexpr,
+    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -122,13 +122,8 @@ def _dots_kernel(
     SLICED: it makes x . up of a slice of WIDTH columns alone, `slice` or one after it, into `out` [slices, M, CAP];
     AGAIN: adds them to what is there.
     WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
-    AFTER: the kernel in front of this one makes nothing that this one needs, and started it when all in front of that
-    had ended; one program waits for it in the end.
     """
-    if AFTER:
-        let_next_start(PDL)
-    else:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
     if SLICED:
         column = (slice + tl.program_id(1)) * WIDTH
         x += column
@@ -178,8 +173,6 @@ def _dots_kernel(
                 done += ROW_SEEN
             tl.debug_barrier()
             tl.atomic_add(ready + m, done, sem="release")
-    if AFTER and tl.program_id(0) == 0:
-        tl.extra.cuda.gdc_wait()
 
 
 @relaunched
@@ -237,13 +230,11 @@ def dots(
     g: Program,
     whole: bool = False,
     ready: torch.Tensor | None = None,
-    after: bool = False,
 ) -> None:
     """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
 
     whole: `packed` has the projection [M, N] in place of the entries' gates. ready: [M] zeros, for `weighted_rows`,
-    which is to be the next kernel (`follows`). after: the kernel in front of these has made a table, `unless` and with
-    `done`.
+    which is to be the next kernel (`follows`).
     """
     count, index, gates = packed
     M, K = x.shape
@@ -265,7 +256,7 @@ def dots(
             x, table, bias, count, index, gates, ups, sums, *packing, ready,
             M, K, x.stride(0), table.stride(0), gates.stride(0), listers, first,
             **block, PIECE=piece, PIECES=most, LISTS=listers > 0, SLICED=slices > 1, AGAIN=first > 0,
-            AFTER=after, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
+            FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
             STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(x), **gather.limited(x), num_warps=warps,
         )  # fmt: skip
     if slices > 1:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from sparse_inductor.epilogue.steps import Program
 
 from ..common.side_stream import SideStream
-from . import bitmask_packing, decode, dense, hopper, popular, rows
+from . import decode, few, hopper, listed, popular, rows
 from . import dots as dot_rows
 from . import packing as packer
 
@@ -85,7 +85,7 @@ def is_few(M: int, N: int) -> bool:
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
     """Even pieces of M rows of about so many elements of [M, N]."""
-    pieces = max(1, -(-M * N // elements), -(-M // packer.ROWS_MOST))
+    pieces = max(1, -(-M * N // elements))
     step = -(-M // pieces)
     step = -(-step // 128) * 128  # whole row tiles
     return [slice(i, min(i + step, M)) for i in range(0, M, step)]
@@ -93,7 +93,7 @@ def chunks(M: int, N: int, elements: int) -> list[slice]:
 
 def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
     """A weight with unit stride along its rows: itself, or a copy (a transposed one costs one pass over it)."""
-    return rows.by_neuron(weight.t())[0]
+    return rows.by_neuron(weight.t())
 
 
 def forward(
@@ -120,51 +120,38 @@ def forward(
         if packed is not None:
             packed.count.fill_(cap + 1)  # nothing is kept
             packed.without_popular()
-        gate = F.linear(x, b.gate, b.gate_bias)
-        up = None if b.up is None else F.linear(x, b.up, b.up_bias)
-        return F.linear(dense.activate(gate, up, b.f, b.g, b.zero_threshold), b.down, b.down_bias)
+        return few.forward(x, b)
     up = None if b.up is None else rows_of_table(b.up)
     if packed is None and M > packer.MANY:
         # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
         # for them would take longer than to gather for them.
         cap *= 2
     with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
-    table = None
-    common = keep = None
+    # Nothing lies between the dot products and the weighted rows, which take rows as they come.
+    follows = up is not None and stats is None and dot_rows.follows(x, up)
+    table = common = keep = None
     if neurons and with_bitmask:
         common = packed.popular if packed else x.new_empty(neurons, dtype=torch.int64)
     elif packed is not None:
         packed.without_popular()
+    totals = 32 * hopper.words(N) if common is not None else 0
     parts = chunks(M, N, CHUNK)
     for part in parts:
         m = part.stop - part.start
         numbers = None if stats is None else stats[:, part]
-        # Nothing lies between the dot products and the weighted rows, which take rows as they come.
-        alone = numbers is None
-        follows = up is not None and alone and dot_rows.follows(x, up)
-        words = 2 + -(-m // 2) if follows else 0
-        totals = 16 * hopper.words(N) if common is not None else 0
-        state = packer.new_state(x.device, totals + words)
-        # What counts the programs that make the table, then a row's entries that are done.
-        done = state[len(state) - words :].view(torch.int32) if follows else None
-        ready = None if done is None else done[4:]
-        # Where nothing waits for the table but what rows are gathered with, it is made only where they are; unless the
-        # product with a bitmask, which statistics have none of, has room for it beside its end.
-        asked = len(parts) == 1
-        roomy = asked and with_bitmask
+        state, more = packer.new_state(x.device, totals + m if follows else totals)
+        ready = more[totals:] if follows else None
         bitmask = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         if with_bitmask:
             gate, bitmask = hopper.product_with_bitmask(
-                x[part], b.gate, b.gate_bias, b.zero_threshold, state, room=roomy
+                x[part], b.gate, b.gate_bias, b.zero_threshold, state, room=len(parts) == 1
             )
         else:
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
-        if numbers is None:
-            asked = roomy and common is None and not hopper.has_room(x, b.gate)
-        if table is None and not asked:
-            table, _ = rows.by_neuron(b.down, beside=with_bitmask)
+        if table is None:
+            table = rows.by_neuron(b.down, beside=with_bitmask)
         if packed is None:
             count = torch.empty(m, dtype=torch.int32, device=x.device)
             index = torch.empty(
@@ -179,49 +166,38 @@ def forward(
         onto = None
         if common is not None:
             if keep is None:
-                begin = len(state) - words - totals
-                counters = state[begin : begin + totals].view(torch.int32)
-                keep = popular.choose(bitmask, counters, N, common)
+                keep = popular.choose(bitmask, more[:totals], N, common)
             popular.take_out(bitmask, keep)
             kept = (packed.popular_gate[part], packed.popular_up[part]) if packed else None
             onto = popular.product(
                 x[part], gate, up, b.up_bias, table, common, b.f, b.g, b.zero_threshold, kept
             )
-        overflow = count.new_empty(packer.room_for_rows(m))
-        entries = (count, index, value)
-        if bitmask is not None:
-            packing = bitmask_packing.pack(gate, bitmask, entries, overflow, state)
-        else:
-            packing = packer.pack(
-                gate, entries, overflow, state, numbers, b.f, b.zero_threshold, up is not None
-            )
-        listed = state, overflow
+        overflow = count.new_empty(m)
+        packing = packer.pack(
+            gate, bitmask, (count, index, value), overflow, state, numbers, b.f, b.zero_threshold,
+            up is not None,
+        )  # fmt: skip
+        rest = listed.Listed(overflow, state[packer.LENGTH.value :], state[packer.ARRIVED.value :])
         h, steps = value, b.f
         if up is not None:
             h, steps = x.new_empty(m, cap), ()
-        # Tensor cores have dense rows to do, or nothing, while rows are gathered.
-        with SideStream(x.device, urgent=alone) as side:
-            made: torch.Tensor | None = None
-            makers = 0
-            if table is None:
-                table, makers = rows.by_neuron(b.down, unless=rows.Unless(state, m, done))
-                made = done if makers else None
+        # Tensor cores have rows that overflow to do, or nothing, while rows are gathered.
+        with SideStream(x.device, urgent=numbers is None) as side:
             if up is not None:
                 gates = gate if value is None else value
                 dot_rows.dots(
                     x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,
-                    whole=value is None, ready=ready, after=made is not None,
+                    whole=value is None, ready=ready,
                 )  # fmt: skip
                 if numbers is not None:
                     dot_rows.hidden_stats(count, h, numbers)
-            with side.beside():
-                dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.zero_threshold)
-                dense.product(gate, b.down, y[part], listed, b.down_bias)
-                if numbers is not None and up is not None:
-                    dense.row_stats(gate, numbers, listed)
             rows.weighted_rows(
                 count, index, h, table, y[part],
                 steps=steps, bias=b.down_bias, packing=packing, onto=onto, ready=ready,
-                made=(made, makers),
             )  # fmt: skip
+            with side.beside():
+                listed.hidden(x[part], up, b.up_bias, gate, rest, b.f, b.g, b.zero_threshold)
+                listed.product(gate, b.down, y[part], rest, bias=b.down_bias)
+                if numbers is not None and up is not None:
+                    listed.row_stats(gate, numbers, rest)
     return y

@@ -84,7 +84,7 @@ def own_pieces(state, listers, M, LISTS: tl.constexpr):
     p = tl.program_id(0)
     first, end, step = p - listers, tl.full([], 0, tl.int32) + M, tl.num_programs(0) - listers
     if LISTS and p < listers:
-        first, end, step = p, tl.load(state + LISTED).to(tl.int32), listers
+        first, end, step = p, tl.load(state + LISTED), listers
     return first, end, step
 
 

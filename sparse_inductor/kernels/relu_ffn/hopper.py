@@ -1,7 +1,7 @@
 """The gate projection of a ReLU feed-forward block on Hopper GPUs, by a warp-specialised persistent kernel in Gluon.
 
 It is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for each, all that
-`relu_ffn.bitmask_packing` reads of rows that are.
+`relu_ffn.packing` reads of rows that are.
 
 One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each multiply 64 rows of a tile
 of 128 tokens by 256 or 128 neurons. A tile's sums are rounded and held, half the registers, and go to memory by pieces
@@ -36,7 +36,6 @@ from ..common.launch import sm_count
 from ..common.tile_order import tile_at
 from ..common.tma import tma_addressable
 from ..common.unroll import unrolled
-from .packing import twice
 
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
@@ -150,9 +149,9 @@ def _multiply_steps(acc, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES:
 @gluon.jit
 def _clear(zeros, words):
     """Each program writes its share of `words` zeros."""
-    PIECE: gl.constexpr = 256  # 16 bytes a thread
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    zero = gl.zeros([PIECE], gl.int64, layout)
+    PIECE: gl.constexpr = 512  # 16 bytes a thread
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    zero = gl.zeros([PIECE], gl.int32, layout)
     for first in range(gl.program_id(0) * PIECE, words, gl.num_programs(0) * PIECE):
         at = first + gl.arange(0, PIECE, layout)
         gl.store(zeros + at, zero, mask=at < words)
@@ -323,7 +322,7 @@ def _product_kernel(
     a, b, out, bias, bitmask, state, M, N, least, words,
     COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x weight^T + bias, and its bitmask, by persistent programs. Zeros of the state, `words` of int64.
+    """out [M, N] = x weight^T + bias, and its bitmask, by persistent programs. Zeros of the state, `words` of int32.
 
     a, b: x and the weight, by TMA tiles of ROWS and of COLUMNS rows. out: by TMA tiles of PIECE x PIECE.
     """
@@ -354,30 +353,25 @@ def stages(columns: int) -> int:
     return (SHARED - beside) // ((rows + columns) * DEPTH.value * 2)
 
 
-def _leaves_room(columns: int, waiting: float) -> bool:
-    """Whether tiles have 256 columns, and a third of the SMs nothing to do in their last wave."""
-    return columns == 256 and waiting >= 1 / 3
-
-
 @functools.lru_cache(maxsize=256)
-def tile_for(M: int, N: int, programs: int, room: float = 0) -> tuple[int, bool]:
-    """(columns, whether they leave room) of the tile of so many programs' product [M, N] that takes the least time.
+def tile_for(M: int, N: int, programs: int, room: float = 0) -> int:
+    """Columns of the tile of so many programs' product [M, N] that takes the least time.
 
-    room: what it is worth, in waves of tiles of 256 columns, if those leave room for something beside their last one.
+    room: what it is worth, in waves of tiles of 256 columns, if a third of the SMs have nothing to do in their last
+    one.
     """
     found = []
     for columns, cost in COSTS:
         share = -(-M // (ROWS.value * CONSUMERS.value)) * -(-N // columns) / programs
         waves = math.ceil(share)
-        leaves = _leaves_room(columns, (waves - share) * cost)
-        found.append((waves * cost - room * leaves, columns, leaves))
-    _, columns, leaves = min(found)
-    return columns, leaves
+        leaves = columns == 256 and (waves - share) * cost >= 1 / 3
+        found.append((waves * cost - room * leaves, columns))
+    return min(found)[1]
 
 
 @functools.lru_cache(maxsize=256)
 def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, int]:
-    columns, _ = tile_for(M, N, programs, room)
+    columns = tile_for(M, N, programs, room)
     # As many steps as a tile has pieces: past the last feature are zeros.
     steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value))
     return {"COLUMNS": columns, "KBLOCKS": steps, "EACH": each, "STAGES": stages(columns)}
@@ -393,11 +387,6 @@ def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
 def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """`t` by TMA tiles of rows x columns."""
     return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
-
-
-def has_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `product_with_bitmask`, asked for room, has some beside its last wave."""
-    return tile_for(len(x), len(weight), sm_count(x.device), ROOM)[1]
 
 
 def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
@@ -416,6 +405,16 @@ def may_emit_bitmask(x: torch.Tensor, gate: torch.Tensor, threshold: float) -> b
     return applies(x, gate) and math.isfinite(threshold)
 
 
+@functools.lru_cache(maxsize=256)
+def twice(threshold: float, dtype: torch.dtype) -> int:
+    """The largest 16-bit number of this type that is <= threshold, in both halves of an int32."""
+    t = torch.tensor(threshold, dtype=torch.float64).to(dtype)
+    bits = int(t.view(torch.int16)) & 0xFFFF
+    if t.item() > threshold:
+        bits = 0x8001 if t == 0 else bits - 1 if t > 0 else bits + 1
+    return ((bits << 16 | bits) ^ 0x80000000) - 0x80000000
+
+
 def words(N: int) -> int:
     """Words of a row of the bitmask."""
     return 8 * -(-N // BITMASK_TILE.value)
@@ -429,7 +428,7 @@ def product_with_bitmask(
     state: torch.Tensor,
     room: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x weight^T + bias [M, N], bitmask of what is not <= threshold). `state`, int64, becomes zeros.
+    """(x weight^T + bias [M, N], bitmask of what is not <= threshold). `state`, int32, becomes zeros.
 
     room: something else is to be made beside the last tiles.
     """

@@ -20,6 +20,7 @@ from sparse_inductor.epilogue.steps import Program
 from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 from .dots import slopes
+from .packing import neuron_of
 
 # Rows that are counted, at most.
 COUNTED = 2048
@@ -51,13 +52,6 @@ def _count_kernel(
     tl.atomic_add(totals + word[:, None] * 32 + bit[None, :], total, sem="relaxed")
 
 
-@triton.jit
-def _neuron(place):
-    """The neuron of a bit, counted from the first word's, as `relu_ffn.hopper` orders them."""
-    word, b = place // 32, place % 32
-    return word // 8 * 256 + word % 2 * 128 + b // 2 * 8 + word % 8 // 2 * 2 + b % 2
-
-
 @relaunched
 @triton.jit
 def _choose_kernel(
@@ -66,7 +60,7 @@ def _choose_kernel(
     """popular [POPULAR]: the neurons with the largest totals, of equal ones, or such from MANY on, the first bits. keep
     [words]: the others."""
     place = tl.arange(0, BLOCK)
-    n = _neuron(place)
+    n = neuron_of(place)
     there = (place < 32 * words) & (n < N)
     total = tl.minimum(tl.load(totals + place, mask=there, other=-1), MANY)
     least = tl.zeros([], tl.int32)

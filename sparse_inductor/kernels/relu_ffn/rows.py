@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from ..common.epilogue import encode, evaluate
-from ..common.launch import relaunched, sm_count
+from ..common.launch import relaunched
 from ..common.pdl import USE_PDL, let_next_start, pdl_options, wait_for_previous
 from . import gather
 from .gather import (
@@ -27,102 +25,63 @@ from .gather import (
     own_pieces,
     piece_at,
 )
-from .packing import DENSE, n_listed, pieces_of
+from .packing import n_listed, pieces_of
 
 # Slices from which on rows are summed by halves of them, and no row by pieces: a long row's program meets those of the
 # next slices (782 us for 1 080 of sums, at 2 049 tokens of K = 8 192, N = 28 672).
 MANY_SLICES = 4
 # A weighted sum of more entries is made in halves.
 LONG = 48
-# Programs an SM that copy a table where it may not be asked for.
-ASKING = 8
 
 
 @relaunched
 @triton.jit
 def _transpose_kernel(
-    weight, out, state, done, M, D, N, stride_d, stride_n, stride_o,
-    AT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    weight, out, D, N, stride_d, stride_n, stride_o,
+    BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Copy weight [D, N] to out [N, D], tile by tile; unless `state` is None, not where state[AT] says that all M rows
-    are dense.
+    """Copy weight [D, N] to out [N, D], a tile a program.
 
     BESIDE: while the kernel in front of it ends, which does not write the weight and which one program waits for in
-    the end: what waits for this one waits for both. done: unless that is None, programs are counted there that have
-    ended, and the next kernel starts when all in front of this one have.
+    the end: what waits for this one waits for both.
     """
     if BESIDE:
         tl.extra.cuda.gdc_launch_dependents()
-    elif done is not None:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    else:
-        wait_for_previous(PDL)
     tiles_d = tl.cdiv(D, BD)
-    tiles = tiles_d * tl.cdiv(N, BN)
-    if state is not None:
-        tiles = tl.where(tl.load(state + AT) == M, 0, tiles)
-    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        d = t % tiles_d * BD + tl.arange(0, BD)
-        n = t // tiles_d * BN + tl.arange(0, BN)
-        mask = (d < D)[:, None] & (n < N)[None, :]
-        w = tl.load(
-            weight + d[:, None].to(tl.int64) * stride_d + n[None, :].to(tl.int64) * stride_n,
-            mask=mask,
-            other=0.0,
-        )
-        to = out + n[:, None].to(tl.int64) * stride_o + d[None, :]
-        tl.store(to, tl.trans(w), mask=tl.trans(mask))
-    if done is not None:
-        tl.debug_barrier()
-        tl.atomic_add(done, 1, sem="release")
+    d = tl.program_id(0) % tiles_d * BD + tl.arange(0, BD)
+    n = tl.program_id(0) // tiles_d * BN + tl.arange(0, BN)
+    mask = (d < D)[:, None] & (n < N)[None, :]
+    w = tl.load(
+        weight + d[:, None].to(tl.int64) * stride_d + n[None, :].to(tl.int64) * stride_n,
+        mask=mask,
+        other=0.0,
+    )
+    to = out + n[:, None].to(tl.int64) * stride_o + d[None, :]
+    tl.store(to, tl.trans(w), mask=tl.trans(mask))
     if BESIDE and tl.program_id(0) == 0:
         tl.extra.cuda.gdc_wait()
 
 
-class Unless(NamedTuple):
-    """A table is not made where state[DENSE] says that all so many rows are dense.
-
-    done: unless that is None, a zero, which becomes the number of programs that have made their part. So `dots` may be
-    launched next and not wait for them (after), and `weighted_rows` waits instead (made).
-    """
-
-    state: torch.Tensor
-    rows: int
-    done: torch.Tensor | None = None
-
-
 def by_neuron(
-    weight: torch.Tensor,
-    beside: bool = False,
-    unless: Unless | None = None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, int]:
-    """(table, programs that make it): a weight [D, N] as [N, D] with unit stride along a neuron's row, which is a view
-    of it, made by none, or a copy (one pass over it); with `out` a copy there.
+    weight: torch.Tensor, beside: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it); with
+    `out` a copy there.
 
     beside: while the kernel in front of it ends, which lets the next one start and does not write the weight.
     """
     if weight.stride(0) == 1 and out is None:
-        return weight.t(), 0
+        return weight.t()
     D, N = weight.shape
     out = weight.new_empty(N, D) if out is None else out
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
-    programs = triton.cdiv(D, tile) * triton.cdiv(N, tile)
     beside = beside and USE_PDL
-    options = {"PDL": False, "launch_pdl": True} if beside else {"PDL": False}
-    state, M, done = unless or (None, 0, None)
-    if unless is not None:
-        options = pdl_options(weight)
-        if weight.is_cuda:
-            # Few, as there may be nothing to do.
-            programs = min(programs, ASKING * sm_count(weight.device))
-    _transpose_kernel[(programs,)](
-        weight, out, state, done, M, D, N, *weight.stride(), out.stride(0),
-        AT=DENSE.value, BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
+    _transpose_kernel[(triton.cdiv(D, tile) * triton.cdiv(N, tile),)](
+        weight, out, D, N, *weight.stride(), out.stride(0),
+        BD=tile, BN=tile, BESIDE=beside, num_warps=4, **({"launch_pdl": True} if beside else {}),
     )  # fmt: skip
-    return out, programs
+    return out
 
 
 @triton.jit
@@ -134,18 +93,6 @@ def _wait_for_entries(ready, m, n, seen):
     while seen < n + ROW_SEEN:
         seen = tl.atomic_add(ready + m, 0, sem="acquire")
     return seen
-
-
-@triton.jit
-def _wait_for_table(made, programs):
-    """Wait until so many programs have made their part of a table. They were all running when the kernel in front of
-    this one began."""
-    acquire: tl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1];"
-    done = programs - 1
-    while done < programs:
-        done = tl.inline_asm_elementwise(
-            acquire, "=r,l", [made.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -216,10 +163,10 @@ def _one_row(
 
 
 @relaunched
-@triton.jit(do_not_specialize=["listers", "makers"])
+@triton.jit(do_not_specialize=["listers"])
 def _weighted_rows_kernel(
     count, index, value_a, table_a, value_b, table_b, onto, bias, out, state, pieces, ready,
-    made, M, D, stride_a, stride_b, stride_o, listers, makers,
+    M, D, stride_a, stride_b, stride_o, listers,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -231,8 +178,7 @@ def _weighted_rows_kernel(
     are dense, the row overflows. LISTS: a row of more than LONG entries is done where its first two pieces are
     listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
     ready: a row is waited for, not all of
-    them, whose dot products the kernel in front of this one makes. made: what counts the programs that have made their
-    part of the table, of so many `makers`; the kernel in front of this one does not wait for them.
+    them, whose dot products the kernel in front of this one makes.
     """
     seen = tl.zeros([], tl.int32)
     if ready is None:
@@ -246,8 +192,6 @@ def _weighted_rows_kernel(
     none = False
     if ASK:
         none = n_listed(state) == M
-    if made is not None and not none:
-        _wait_for_table(made, makers)
     if LISTS and tl.program_id(0) < listers:
         for i in range(first, tl.where(none, first, end), step):
             m, part = piece_at(pieces, i, listers, PIECES, LISTS)
@@ -292,13 +236,12 @@ def weighted_rows(
     packing: tuple[torch.Tensor, torch.Tensor] | None = None,
     onto: torch.Tensor | None = None,
     ready: torch.Tensor | None = None,
-    made: tuple[torch.Tensor | None, int] = (None, 0),
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table, and `onto`
     [M, D], fp32 and contiguous).
 
     Rows that overflow are left as they are, and do so where `packing`, of `pack`, says it of all. ready: of
-    `dots`, which was launched just before. made: of the table, `Unless.done` and its programs.
+    `dots`, which was launched just before.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
@@ -314,7 +257,7 @@ def weighted_rows(
     listers = 0 if packing is None or many else listers_of(M, most)
     _weighted_rows_kernel[(listers + M, triton.cdiv(D, wide))](
         count, index, value, table, value_b, table_b, onto, bias, out, state, pieces, ready,
-        made[0], M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, made[1],
+        M, D, table.stride(0), table_b.stride(0), out.stride(0), listers,
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
         LISTS=listers > 0, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,

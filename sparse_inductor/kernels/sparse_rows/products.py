@@ -14,16 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import launch, relaunched
-from ..relu_ffn import overflow, rows
+from ..relu_ffn import listed, rows
 from ..relu_ffn.backward import TokenLists, sums_by_neuron
-from ..relu_ffn.forward import chunks
-from ..relu_ffn.packing import ARRIVALS, overflow_rows
 from .sums import addressable, table_of
 
 # Columns that the one warp of a program of `_pack_kernel` looks at at once.
 BLOCK = 512
-# Elements of the copies of rows that do not fit, at a time.
-CHUNK = 1 << 25
 
 
 def capacity(N: int) -> int:
@@ -73,17 +69,6 @@ def _pack(h: Tensor) -> _Entries:
     return found
 
 
-class _Rest:
-    """Rows of which nothing is packed, one after the other: copies of them in h, and in x where it is given."""
-
-    def __init__(self, count: Tensor, cap: int, h: Tensor, x: Tensor | None = None) -> None:
-        self.length, self.listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(h))
-        overflow_rows(count, cap, self.length, self.listed)
-        self.h = overflow.room_for_copies(h)
-        self.x = None if x is None else overflow.room_for_copies(x)
-        overflow.gather(h, x, self.h, self.x, self.listed, self.length, all_too=True)
-
-
 def matmul(h: Tensor, weight: Tensor) -> Tensor:
     """h [M, N] @ weight [N, D]."""
     h, table = addressable(h), table_of(weight, launch)
@@ -91,12 +76,7 @@ def matmul(h: Tensor, weight: Tensor) -> Tensor:
     cap = found.index.shape[1]
     y = h.new_empty(len(h), table.shape[1])
     rows.weighted_rows(*found, table, y)
-    for part in chunks(len(h), h.shape[1], CHUNK):
-        rest = _Rest(found.count[part], cap, h[part])
-        overflow.copied_product(
-            rest.h, table, y[part], rest.listed, rest.length,
-            by_row=True, scatter=True, arrived=rest.length[1:],
-        )  # fmt: skip
+    listed.product(h, table.t(), y, listed.Listed.of(found.count, cap))
     return y
 
 
@@ -110,8 +90,5 @@ def outer(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     lists = TokenLists(found.count, found.index, N)
     lists.fill()
     sums_by_neuron(lists, x, found.values, out, total, cap)
-    for part in chunks(len(h), h.shape[1], CHUNK):
-        rest = _Rest(found.count[part], cap, h[part], x[part])
-        assert rest.x is not None
-        overflow.add_products([overflow.Sum(rest.h, rest.x, rest.x, out, total)], rest.length)
+    listed.add_sums([listed.Sum(h, x, out, total)], listed.Listed.of(found.count, cap))
     return out, total

@@ -1,0 +1,430 @@
+"""Rows of a feed-forward block of which nothing is packed: products by tiles of the rows that a list names.
+
+How long the list is, only the device knows: every kernel is launched with a grid that fills the GPU, reads the length,
+and returns at once where there is nothing to do. So rows may change sides from replay to replay of a CUDA graph. A list
+of all M rows has them in order, and is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.epilogue.steps import Program
+
+from ..common.epilogue import encode, evaluate
+from ..common.launch import relaunched, sm_count
+from ..common.pdl import pdl_options, wait_for_previous
+from ..common.tile_order import tile_at
+from ..common.tiles import sizes_of
+from .dots import slopes
+from .packing import overflow_rows
+
+# Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
+# figures, and a tile alone would take as long as a whole wave of them.
+SPLITS = tl.constexpr(16)
+
+
+class Listed(NamedTuple):
+    """Which of M rows are meant: the first `length[0]` of `rows` [M]; `arrived` has a zero for each program.
+
+    Programs count in `arrived` which parts of a tile are there.
+    """
+
+    rows: torch.Tensor
+    length: torch.Tensor
+    arrived: torch.Tensor
+
+    @staticmethod
+    def of(count: torch.Tensor, cap: int) -> Listed:
+        """The rows that overflow: those that have a `count` of more than `cap`."""
+        rows, length = overflow_rows(count, cap)
+        return Listed(rows, length, length[1:])
+
+
+def _tile_of(t: torch.Tensor, kernel: str = "relu_ffn") -> dict[str, Any]:
+    """BM rows x BN columns, BK deep, and how to run it."""
+    if not t.is_cuda:
+        return {"BM": 16, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "ieee"}
+    full = t.dtype == torch.float32
+    fast = full and torch.backends.cuda.matmul.allow_tf32
+    found = sizes_of(kernel, t.device, 0, *(["fp32"] if full else []))
+    return {**found, "PRECISION": "tf32" if fast else "ieee"}
+
+
+def _programs_of(t: torch.Tensor) -> int:
+    return sm_count(t.device) if t.is_cuda else 3
+
+
+@triton.jit
+def _tile_rows(rows, n_rows, M, i):
+    """The rows at places i of a list; past its end, row 0."""
+    listed = tl.load(rows + i, mask=i < tl.where(n_rows < M, n_rows, 0), other=0)
+    return tl.where(n_rows < M, listed, tl.where(i < M, i, 0)).to(tl.int64)
+
+
+@triton.jit
+def _add_dot(
+    acc, a, row, in_m, stride_am, b, n, in_n, stride_bn, stride_bk, K,
+    EVEN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + A[row, :K] @ B[n, :K]^T, of rows in_m and columns in_n. EVEN: K is a multiple of BK."""
+    a_ptr = a + row[:, None] * stride_am
+    b_ptr = b + n.to(tl.int64)[None, :] * stride_bn
+    in_m, in_n = in_m[:, None], in_n[None, :]
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        a_at, b_at = a_ptr + k[None, :], b_ptr + k[:, None] * stride_bk
+        if EVEN:
+            v, w = tl.load(a_at, mask=in_m, other=0.0), tl.load(b_at, mask=in_n, other=0.0)
+        else:
+            v = tl.load(a_at, mask=in_m & (k < K)[None, :], other=0.0)
+            w = tl.load(b_at, mask=in_n & (k < K)[:, None], other=0.0)
+        acc = tl.dot(v, w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _projection(
+    x, row, in_m, stride_x, weight, bias, n, in_n, stride_n, K: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[row] weight[n]^T + bias[n], rounded as a projection is, in fp32. weight: [N, K] with unit stride along K."""
+    acc = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
+    acc = _add_dot(
+        acc, x, row, in_m, stride_x, weight, n, in_n, stride_n, 1, K, K % BK == 0, BK, PRECISION
+    )
+    if bias is not None:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    return acc.to(x.dtype.element_ty).to(tl.float32)
+
+
+@relaunched
+@triton.jit
+def _hidden_kernel(
+    x, up, bias, gate, rows, length, M, N, stride_x, stride_u, THRESHOLD, K: tl.constexpr,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous."""
+    wait_for_previous(PDL)
+    n_rows = tl.load(length)
+    tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
+    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        pm, pn = tile_at(t, tiles_m, tiles_n)
+        i = pm * BM + tl.arange(0, BM)
+        row, in_m = _tile_rows(rows, n_rows, M, i), i < n_rows
+        n = pn * BN + tl.arange(0, BN)
+        in_n = n < N
+        if up is not None:
+            u = _projection(x, row, in_m, stride_x, up, bias, n, in_n, stride_u, K, BK, PRECISION)
+        # After the product: pointers to a whole tile take more registers than its accumulator.
+        at = gate + row[:, None] * N + n[None, :]
+        mask = in_m[:, None] & in_n[None, :]
+        g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        h = evaluate(g, F_STEPS)
+        if up is not None:
+            h = h * evaluate(u, G_STEPS)
+        tl.store(at, tl.where(g <= THRESHOLD, 0.0, h).to(gate.dtype.element_ty), mask=mask)
+
+
+def hidden(
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor,
+    listed: Listed,
+    f: Program,
+    g: Program,
+    threshold: float,
+) -> None:
+    """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
+    _hidden_kernel[(_programs_of(x),)](
+        x, up, bias, gate, listed.rows, listed.length,
+        *gate.shape, x.stride(0), 0 if up is None else up.stride(0), threshold, x.shape[1],
+        F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x), **_tile_of(x, "relu_ffn/projections"),
+    )  # fmt: skip
+
+
+@relaunched
+@triton.jit
+def _row_stats_kernel(hidden, stats, rows, length, M, N, stride_s, BLOCK: tl.constexpr):
+    """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]."""
+    n_rows = tl.load(length)
+    for i in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row = tl.max(_tile_rows(rows, n_rows, M, tl.full([1], i, tl.int32)), 0)
+        size = tl.zeros([BLOCK], tl.float32)
+        nonzero = tl.zeros([BLOCK], tl.float32)
+        for n0 in range(0, N, BLOCK):
+            n = n0 + tl.arange(0, BLOCK)
+            h = tl.load(hidden + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+            size += tl.abs(h)
+            nonzero += (h != 0.0).to(tl.float32)
+        tl.store(stats + 2 * stride_s + row, tl.sum(size, 0))
+        tl.store(stats + 3 * stride_s + row, tl.sum(nonzero, 0))
+
+
+def row_stats(hidden: torch.Tensor, stats: torch.Tensor, listed: Listed) -> None:
+    """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous."""
+    _row_stats_kernel[(8 * _programs_of(hidden),)](
+        hidden, stats, listed.rows, listed.length, *hidden.shape, stats.stride(0),
+        BLOCK=1024 if hidden.is_cuda else 32,
+    )  # fmt: skip
+
+
+@relaunched
+@triton.jit
+def _gradients_kernel(
+    x, dy, gate, gate_bias, up, up_bias, down, d_stats, d_gate, d_up, hidden, rows, length,
+    M, N, stride_x, stride_y, stride_g, stride_u, stride_dn, stride_dd, stride_s, THRESHOLD,
+    K: tl.constexpr, D: tl.constexpr, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_gate, d_up, hidden [M, N]: of the listed rows, the gradients of both projections, which are made again, and h.
+    down: [D, N], any strides."""
+    wait_for_previous(PDL)
+    n_rows = tl.load(length)
+    tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
+    dtype = hidden.dtype.element_ty
+    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        pm, pn = tile_at(t, tiles_m, tiles_n)
+        i = pm * BM + tl.arange(0, BM)
+        row, in_m = _tile_rows(rows, n_rows, M, i), i < n_rows
+        n = pn * BN + tl.arange(0, BN)
+        in_n = n < N
+        g = _projection(
+            x, row, in_m, stride_x, gate, gate_bias, n, in_n, stride_g, K, BK, PRECISION
+        )
+        u = g
+        if up is not None:
+            u = _projection(
+                x, row, in_m, stride_x, up, up_bias, n, in_n, stride_u, K, BK, PRECISION
+            )
+        dh = _add_dot(
+            tl.zeros([BM, BN], tl.float32), dy, row, in_m, stride_y, down, n, in_n, stride_dn, stride_dd, D,
+            D % BK == 0, BK, PRECISION,
+        ).to(dtype).to(tl.float32)  # fmt: skip
+        da_extra = tl.zeros([BM, 1], tl.float32)
+        dh_extra = da_extra
+        if d_stats is not None:
+            da_extra = tl.load(d_stats + row)[:, None]
+            dh_extra = tl.load(d_stats + 2 * stride_s + row)[:, None]
+        dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, up is not None)
+        off = g <= THRESHOLD
+        at = row[:, None] * N + n[None, :]
+        mask = in_m[:, None] & in_n[None, :]
+        tl.store(d_gate + at, tl.where(off, 0.0, dg).to(dtype), mask=mask)
+        if up is not None:
+            tl.store(d_up + at, tl.where(off, 0.0, du).to(dtype), mask=mask)
+        tl.store(hidden + at, tl.where(off, 0.0, h).to(dtype), mask=mask)
+
+
+def gradients(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    gate: tuple[torch.Tensor, torch.Tensor | None],
+    up: tuple[torch.Tensor, torch.Tensor | None] | None,
+    down: torch.Tensor,
+    d_stats: torch.Tensor | None,
+    listed: Listed,
+    f: Program,
+    g: Program,
+    threshold: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(d gate, d up, h), [M, N] each, of the listed rows; what the other rows hold is left open.
+
+    gate, up: weight [N, K] with unit stride along K, and bias. down: [D, N], any strides.
+    """
+    N = len(gate[0])
+    d_gate, h = x.new_empty(len(x), N), x.new_empty(len(x), N)
+    d_up = None if up is None else torch.empty_like(h)
+    up_weight, up_bias = up or (None, None)
+    stride_u = 0 if up_weight is None else up_weight.stride(0)
+    _gradients_kernel[(_programs_of(x),)](
+        x, dy, *gate, up_weight, up_bias, down, d_stats, d_gate, d_up, h, listed.rows, listed.length,
+        len(x), N, x.stride(0), dy.stride(0), gate[0].stride(0), stride_u,
+        down.stride(1), down.stride(0), 0 if d_stats is None else d_stats.stride(0), threshold,
+        x.shape[1], dy.shape[1], F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x),
+        **_tile_of(x, "relu_ffn/projections"),
+    )  # fmt: skip
+    return d_gate, d_up, h
+
+
+@triton.jit
+def _sum_of_parts(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
+    """(the sum of a tile's parts, of which acc is one, in their order; whether this program has it: the one that puts
+    its part away last)."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(parts + unit * (BM * BN) + at, acc)
+    tl.debug_barrier()  # all threads' parts are there
+    last = tl.atomic_add(arrived + unit // splits, 1) == splits - 1
+    tl.debug_barrier()
+    if last:
+        acc = tl.zeros([BM, BN], tl.float32)
+        first = unit // splits * splits
+        for s in range(splits):
+            acc += tl.load(parts + (first + s) * (BM * BN) + at, cache_modifier=".cg")
+    return acc, last
+
+
+@relaunched
+@triton.jit
+def _product_kernel(
+    a, b, c, d, bias, out, rows, length, parts, arrived,
+    M, N, stride_a, stride_bn, stride_bk, stride_dn, stride_dk, stride_o, K: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[row] = a[row] b^T (+ c[row] d^T) + bias for the listed rows.
+
+    If tiles are fewer than programs, several make parts of a tile's sum, and the one that arrives last adds them.
+    """
+    wait_for_previous(PDL)
+    n_rows = tl.load(length)
+    tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
+    tiles = tiles_m * tiles_n
+    splits = tl.minimum(SPLITS, tl.maximum(1, tl.num_programs(0) // tl.maximum(tiles, 1)))
+    depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
+    for unit in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
+        k0 = unit % splits * depth
+        k = tl.minimum(depth, K - k0)
+        pm, pn = tile_at(unit // splits, tiles_m, tiles_n)
+        i = pm * BM + tl.arange(0, BM)
+        row, in_m = _tile_rows(rows, n_rows, M, i), i < n_rows
+        n = pn * BN + tl.arange(0, BN)
+        in_n = n < N
+        acc = tl.zeros([BM, BN], tl.float32)
+        acc = _add_dot(
+            acc, a + k0, row, in_m, stride_a, b + k0 * stride_bk, n, in_n, stride_bn, stride_bk, k,
+            K % BK == 0, BK, PRECISION,
+        )  # fmt: skip
+        if c is not None:
+            acc = _add_dot(
+                acc, c + k0, row, in_m, stride_a, d + k0 * stride_dk, n, in_n, stride_dn, stride_dk, k,
+                K % BK == 0, BK, PRECISION,
+            )  # fmt: skip
+        last = splits > 0
+        if splits > 1:
+            acc, last = _sum_of_parts(acc, parts, arrived, unit, splits, BM, BN)
+        if last:
+            if bias is not None:
+                acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            at = out + row[:, None] * stride_o + n[None, :]
+            mask = in_m[:, None] & in_n[None, :]
+            tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    listed: Listed,
+    *,
+    second: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """out[row] = a[row] @ b^T (+ second[0][row] @ second[1]^T) + bias for the listed rows.
+
+    a: [M, K] with unit stride along K, as second[0], which lies as a does. b: [N, K], any strides. out: [M, N].
+    """
+    tile, programs = _tile_of(a), _programs_of(a)
+    c, d = second or (None, b)
+    parts = a.new_empty(programs * tile["BM"] * tile["BN"], dtype=torch.float32)
+    _product_kernel[(programs,)](
+        a, b, c, d, bias, out, listed.rows, listed.length, parts, listed.arrived,
+        *out.shape, a.stride(0), *b.stride(), *d.stride(), out.stride(0), a.shape[1],
+        **pdl_options(a), **tile,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_sums(
+    a, x, out, bias_out, rows, n_rows, M, N, K, stride_a, stride_x, stride_on, stride_ok,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program's tiles of one sum of `_sums_kernel`."""
+    tiles_m, tiles_n = tl.cdiv(N, BM), tl.cdiv(K, BN)
+    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        pm, pn = tile_at(t, tiles_m, tiles_n)
+        n = pm * BM + tl.arange(0, BM)
+        k = pn * BN + tl.arange(0, BN)
+        acc = tl.zeros([BM, BN], tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        for i0 in range(0, n_rows, BK):
+            i = i0 + tl.arange(0, BK)
+            row = _tile_rows(rows, n_rows, M, i)[:, None]
+            there = (i < n_rows)[:, None]
+            w = tl.load(a + row * stride_a + n[None, :], mask=there & (n < N)[None, :], other=0.0)
+            v = tl.load(x + row * stride_x + k[None, :], mask=there & (k < K)[None, :], other=0.0)
+            acc = tl.dot(w.T, v, acc, input_precision=PRECISION)
+            if bias_out is not None:
+                total += tl.sum(w.to(tl.float32), 0)
+        at = out + n[:, None].to(tl.int64) * stride_on + k[None, :].to(tl.int64) * stride_ok
+        mask = (n < N)[:, None] & (k < K)[None, :]
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+        if bias_out is not None and pn == 0:
+            total += tl.load(bias_out + n, mask=n < N, other=0.0).to(tl.float32)
+            tl.store(bias_out + n, total.to(bias_out.dtype.element_ty), mask=n < N)
+
+
+@relaunched
+@triton.jit
+def _sums_kernel(
+    a0, x0, out0, bias0, K0, stride_x0, stride_on0, stride_ok0,
+    a1, x1, out1, bias1, K1, stride_x1, stride_on1, stride_ok1,
+    a2, x2, out2, bias2, K2, stride_x2, stride_on2, stride_ok2,
+    rows, length, M, N, stride_a, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Each of up to three sums: out[n, k] += the sum over the listed rows of a[row, n] * x[row, k], and unless it is
+    None bias_out[n] += that of a[row, n]."""
+    wait_for_previous(PDL)
+    n_rows = tl.load(length)
+    if n_rows == 0:
+        return
+    _add_sums(
+        a0, x0, out0, bias0, rows, n_rows, M, N, K0, stride_a, stride_x0, stride_on0, stride_ok0,
+        BM, BN, BK, PRECISION,
+    )  # fmt: skip
+    if a1 is not None:
+        _add_sums(
+            a1, x1, out1, bias1, rows, n_rows, M, N, K1, stride_a, stride_x1, stride_on1, stride_ok1,
+            BM, BN, BK, PRECISION,
+        )  # fmt: skip
+    if a2 is not None:
+        _add_sums(
+            a2, x2, out2, bias2, rows, n_rows, M, N, K2, stride_a, stride_x2, stride_on2, stride_ok2,
+            BM, BN, BK, PRECISION,
+        )  # fmt: skip
+
+
+class Sum(NamedTuple):
+    """out [N, K], of any strides, += a^T x over the listed rows of a [M, N] and x [M, K]; bias [N], unless that is
+    None, += the sum of a over them."""
+
+    a: torch.Tensor
+    x: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def add_sums(sums: Sequence[Sum], listed: Listed) -> None:
+    """One to three sums over the same rows, whose a lie alike."""
+    operands: list[Any] = []
+    for s in sums:
+        operands += [*s, s.x.shape[1], s.x.stride(0), *s.out.stride()]
+    operands += [None, None, None, None, 1, 1, 1, 1] * (3 - len(sums))
+    a = sums[0].a
+    _sums_kernel[(_programs_of(a),)](
+        *operands,
+        listed.rows,
+        listed.length,
+        *a.shape,
+        a.stride(0),
+        **pdl_options(a),
+        **_tile_of(a),
+    )
