@@ -54,6 +54,28 @@ def test_results_have_the_strides_of_the_program(fn, dynamic):
         torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("family", ["head", "scores"])
+def test_what_is_cut_from_a_sort_is_a_tensor_of_its_own(family):
+    """Unrewritten it is a view of all that was sorted, which a rewrite does not make."""
+    decoder, ids, weights = nn.Linear(6, 9), torch.randint(0, 30, (20, 6)), torch.rand(20, 6)
+    if family == "head":
+        x = torch.randn(2, 5, 6)
+        fn = lambda x: (decoder(x).relu().sort(1).values[:, -1],)
+    else:
+        x = torch.rand(3, 30)
+        fn = lambda x: tuple(
+            t[:, :5] for t in (x[:, ids] * weights).sum(-1).sort(-1, descending=True)
+        )
+    with torch.no_grad(), sparse_inductor.enabled(policy="always"):
+        sparse_inductor.report().clear()
+        expected, got = fn(x), compile_without_codegen(fn)(x)
+        assert len(sparse_inductor.report().rewrites) == 1
+    for e, g in zip(expected, got, strict=True):
+        assert not e.is_contiguous() and g.is_contiguous()
+        assert g.untyped_storage().nbytes() == g.numel() * g.itemsize
+        torch.testing.assert_close(g, e)
+
+
 @pytest.mark.parametrize("family", ["head", "block"])
 def test_equal_calls_return_tensors_of_their_own(family):
     """AOTAutograd computes them once, and each result has its own gradient."""
