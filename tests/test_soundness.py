@@ -135,6 +135,28 @@ def test_a_gradient_reads_what_was_written_to_a_result(result):
     assert _assert_as_eager(program, x)
 
 
+@pytest.mark.parametrize(
+    ("program", "meant"),
+    [
+        (
+            lambda m, x: torch.relu(m.a(x)).mul_(0.5).amax(1),
+            lambda m, x: (torch.relu(m.a(x)) * 0.5).amax(1),
+        ),
+        (lambda m, x: m.b(torch.relu(m.a(x)).mul_(2)), lambda m, x: m.b(torch.relu(m.a(x)) * 2)),
+    ],
+    ids=["head", "block"],
+)
+def test_a_step_in_place_that_autograd_refuses_has_its_gradient_where_it_is_replaced(
+    program, meant
+):
+    m, x = _Layers(program), torch.randn(2, 3, 6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        m(x).sum().backward()
+    with only("splade_head", "relu_ffn"):
+        got = torch.autograd.grad(compile_without_codegen(m)(x).sum(), m.a.weight)
+    torch.testing.assert_close(got, torch.autograd.grad(meant(m, x).sum(), m.a.weight))
+
+
 def test_what_a_mask_was_made_of_may_be_written_before_it_is_read():
     def attention(m, x, keep):
         bias = torch.where(keep, 0.0, -torch.inf)
@@ -601,6 +623,23 @@ def test_who_reads_strides_sees_those_of_eager(reads):
         return reads(y), y
 
     found = _assert_as_eager(program, torch.rand(3, 30), torch.rand(12, 5))
+    assert found == ["sparse_scores"]
+
+
+def test_who_reads_the_memory_of_a_sort_sees_that_of_eager():
+    """Its last and its first k are rewritten as tensors of their own."""
+
+    def head(m, x, mask):
+        y = (torch.relu(m.a(x)) * mask).sort(1).values[:, -1]
+        return torch.as_strided(y, (2, 4), (y.stride(0), 1))
+
+    def scores(m, q, weights):
+        best, ids = (q[:, m.ids] * weights).sum(-1).sort(-1, descending=True)
+        best = best[:, :3].t()
+        return torch.as_strided(best, (5,), (1,)), ids[:, :3]
+
+    assert not _assert_as_eager(head, torch.randn(2, 3, 6), torch.rand(2, 3, 1))
+    found = _assert_as_eager(scores, torch.rand(2, 30), torch.rand(12, 5))
     assert found == ["sparse_scores"]
 
 

@@ -316,6 +316,14 @@ class GraphView:
                 continue  # a view whose shape alone is of interest: zeros_like(logits[:, 0])
             yield user
 
+    def read_by_strides(self, node: fx.Node) -> bool:
+        """Whether somebody reads the memory around the node's elements, by strides of his own."""
+        return any(
+            label(reader) == "as_strided"
+            or (self.name_of(reader) in SHAPE_OPS | {"detach"} and self.read_by_strides(reader))
+            for reader in self.readers(node)
+        )
+
 
 def rounded(c: float, dtype: torch.dtype) -> float:
     """A number as a tensor of that dtype holds it."""

@@ -175,7 +175,7 @@ def _end_of_sort(
     seen = (view.value(values, node), view.value(source, node))
     if items is None or [(type(i), i) for i in items] != [(type(i), i) for i in wanted]:
         return None
-    if seen != (values, view.value(source, part["input"])):
+    if seen != (values, view.value(source, part["input"])) or view.read_by_strides(node):
         return None
     return Reduction(source, dim, within=(part["input"], values))
 

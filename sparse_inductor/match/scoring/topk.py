@@ -174,6 +174,8 @@ def _cut_sort(
                 return None
             if not isinstance(cut.stop, int) or cut.stop <= 0 or k not in (None, cut.stop):
                 return None
+            if view.read_by_strides(reader):
+                return None
             k = cut.stop
             cuts.append(reader)
     size = view.shape(node.args[0])[dim] if isinstance(node.args[0], fx.Node) else None
