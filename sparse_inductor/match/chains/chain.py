@@ -22,6 +22,7 @@ from ...epilogue.functions import REALS, Interval
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Program, Step, simplified
 from ...graph.batch_norm import Normalised
+from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.indices import is_full
@@ -132,6 +133,9 @@ class Chain:
             kind = "column"  # one number for everything: a learned scale of the logits, say
         nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
         self.reads += [(n, node) for n in nodes]
+        if kind == "row" and self.linear.node in reached(nodes, self._later_inputs):
+            what = label(nodes[0])
+            raise NoMatch(f"a per-token operand ({what}) is made of what it is applied to", node)
         learned = [n for n in nodes if self.view.needs_grad(n)]
         if kind != "row":
             self._column(term, node, kind)
@@ -142,6 +146,11 @@ class Chain:
             raise NoMatch(f"{what} ({label(learned[0])}) needs a gradient", node)
         else:
             self._row(term, node)
+
+    def _later_inputs(self, node: fx.Node) -> list[fx.Node]:
+        """What goes into a node that does not come before the linear."""
+        order = self.view.order
+        return [n for n in node.all_input_nodes if order[n] >= order[self.linear.node]]
 
     def _row(self, term: Term, node: fx.Node) -> None:
         # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.

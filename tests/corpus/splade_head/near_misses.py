@@ -424,6 +424,18 @@ def learned_importance_of_tokens(self, h, mask):
     return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
 
 
+@miss(
+    "a per-token operand (logsumexp) is made of what it is applied to",
+    TRAIN,
+    at="logits - logits.logsumexp",
+)
+def logits_less_their_logsumexp(self, h, mask):
+    """Log-probabilities in the place of logits."""
+    logits = self.decoder(h)
+    likely = logits - logits.logsumexp(-1, keepdim=True)
+    return (tokens(likely) * mask.unsqueeze(-1)).amax(dim=1)
+
+
 @encoder("maybe", "the states change between matmul and max", INFER)
 def states_mutated_in_between(self, h, mask):
     states = h * 1.0
