@@ -17,7 +17,8 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.contraction import Contraction
 from ...graph.emit import Emitter, own_operator
-from ...graph.view import GraphView, fake, static_size
+from ...graph.layout import laid_out, size_of
+from ...graph.view import GraphView, fake
 from .scores import ABSORBS, Scores
 from .transform import Transform, above_one
 
@@ -194,65 +195,12 @@ class Attention:
     def _laid_out(
         self, e: Emitter, t: Placed, groups: Sequence[Sequence[Atom]], full: bool = False
     ) -> fx.Node:
-        """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
-        if len(t.axes) == len(groups) and all(
-            flat(axis) == tuple(group) or not (flat(axis) or full)
-            for axis, group in zip(t.axes, groups)
-        ):
-            return t.tensor  # as it is
-        node, have = self._split(e, t)
-        node = e.permuted(node, [have.index(a) for group in groups for a in group if a in have])
-        # Atoms that a group has only some of, or has to have all of, are expanded.
-        whole = [group if full or any(a in have for a in group) else () for group in groups]
-        atoms = [atom for group in whole for atom in group]
-        missing = [at for at, atom in enumerate(atoms) if atom not in have]
-        for at in missing:
-            node = e.method("unsqueeze", node, at)
-        if missing:
-            sizes = [-1 if atom in have else self._size(e, atom) for atom in atoms]
-            node = e.method("expand", node, tuple(sizes))
-        for i, group in enumerate(whole):
-            if not group:
-                node = e.method("unsqueeze", node, i)
-            elif len(group) > 1:
-                node = e.method("flatten", node, i, i + len(group) - 1)
-        return node
-
-    def _split(self, e: Emitter, t: Placed) -> tuple[fx.Node, list[Atom]]:
-        """One axis an atom: merged axes unflattened, axes of one element gone."""
-        node = t.tensor
-        have: list[Atom] = []
-        for at in reversed(range(len(t.axes))):
-            parts = flat(t.axes[at])
-            if not parts:
-                node = e.method("squeeze", node, at)
-            elif len(parts) > 1:
-                node = e.method("unflatten", node, at, self._sizes(e, parts))
-            have[:0] = parts
-        return node, have
-
-    def _sizes(self, e: Emitter, atoms: Sequence[Atom]) -> tuple[Any, ...]:
-        known = [static_size(atom.size) for atom in atoms]
-        if known.count(None) == 1:
-            return tuple(-1 if size is None else size for size in known)
-        return tuple(
-            self._size(e, atom) if size is None else size for atom, size in zip(atoms, known)
-        )
-
-    def _size(self, e: Emitter, atom: Atom) -> Any:
-        known = static_size(atom.size)
-        if known is not None:
-            return known
-        for t in (self.q, self.k, self.v):
-            for i, axis in enumerate(t.axes):
-                if flat(axis) == (atom,):
-                    return e.method("size", t.node, i)
-        raise RuntimeError(f"no tensor has an axis of size {atom.size}")
+        return laid_out(e, t, groups, full, sized=(self.q, self.k, self.v))
 
     def _whole(self, e: Emitter, atoms: Sequence[Atom]) -> Any:
         """The size of an axis."""
         total: Any = 1
-        for size in (self._size(e, atom) for atom in atoms):
+        for size in (size_of(e, atom, (self.q, self.k, self.v)) for atom in atoms):
             known = isinstance(total, int) and isinstance(size, int)
             total = total * size if known else e.call(operator.mul, total, size)
         return total

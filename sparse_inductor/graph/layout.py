@@ -1,0 +1,83 @@
+"""Building a tensor with its axes in another order, merged or split, of one whose axes `axes` has followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from .axes import Atom, Placed, flat
+from .emit import Emitter
+from .no_match import NoMatch
+from .view import static_size
+
+
+def laid_out(
+    e: Emitter,
+    t: Placed,
+    groups: Sequence[Sequence[Atom]],
+    full: bool = False,
+    sized: Sequence[Placed] = (),
+) -> fx.Node:
+    """The tensor with one axis a group of atoms. A group that it lacks has one element, or is expanded if `full`.
+
+    sized: tensors that tell the sizes of atoms where the graph has to read them.
+    """
+    if len(t.axes) == len(groups) and all(
+        flat(axis) == tuple(group) or not (flat(axis) or full)
+        for axis, group in zip(t.axes, groups)
+    ):
+        return t.tensor  # as it is
+    node, have = _split(e, t, sized)
+    node = e.permuted(node, [have.index(a) for group in groups for a in group if a in have])
+    # Atoms that a group has only some of, or has to have all of, are expanded.
+    whole = [group if full or any(a in have for a in group) else () for group in groups]
+    atoms = [atom for group in whole for atom in group]
+    missing = [at for at, atom in enumerate(atoms) if atom not in have]
+    for at in missing:
+        node = e.method("unsqueeze", node, at)
+    if missing:
+        sizes = [-1 if atom in have else size_of(e, atom, sized) for atom in atoms]
+        node = e.method("expand", node, tuple(sizes))
+    for i, group in enumerate(whole):
+        if not group:
+            node = e.method("unsqueeze", node, i)
+        elif len(group) > 1:
+            node = e.method("flatten", node, i, i + len(group) - 1)
+    return node
+
+
+def _split(e: Emitter, t: Placed, sized: Sequence[Placed]) -> tuple[fx.Node, list[Atom]]:
+    """One axis an atom: merged axes unflattened, axes of one element gone."""
+    node = t.tensor
+    have: list[Atom] = []
+    for at in reversed(range(len(t.axes))):
+        parts = flat(t.axes[at])
+        if not parts:
+            node = e.method("squeeze", node, at)
+        elif len(parts) > 1:
+            node = e.method("unflatten", node, at, _sizes(e, parts, sized))
+        have[:0] = parts
+    return node, have
+
+
+def _sizes(e: Emitter, atoms: Sequence[Atom], sized: Sequence[Placed]) -> tuple[Any, ...]:
+    known = [static_size(atom.size) for atom in atoms]
+    if known.count(None) == 1:
+        return tuple(-1 if size is None else size for size in known)
+    return tuple(
+        size_of(e, atom, sized) if size is None else size for atom, size in zip(atoms, known)
+    )
+
+
+def size_of(e: Emitter, atom: Atom, sized: Sequence[Placed]) -> Any:
+    """The size of an atom, which the graph reads of a tensor that has it as an axis where it is not known."""
+    known = static_size(atom.size)
+    if known is not None:
+        return known
+    for t in sized:
+        for i, axis in enumerate(t.axes):
+            if flat(axis) == (atom,):
+                return e.method("size", t.tensor, i)
+    raise NoMatch(f"no tensor has an axis of size {atom.size}")
