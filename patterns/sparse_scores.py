@@ -81,12 +81,10 @@ class ScoresMatch:
         return () if self.scores.into is None else (self.scores.node,)
 
     @property
-    def inner(self) -> tuple[fx.Node, ...]:
-        """What nobody else may read, but for the anchor."""
-        free = {*self.names, *self.shared}
-        if self.top is not None:
-            free |= {*self.anchor.users, *self.top.sliced}
-        return tuple(n for n in self.matched_nodes if n not in free)
+    def open(self) -> tuple[fx.Node, ...]:
+        """What others may read, too: the result, in whatever form."""
+        best = () if self.top is None else (*self.anchor.users, *self.top.sliced)
+        return (*self.names, *self.shared, *best)
 
     @property
     def note(self) -> str:
@@ -116,19 +114,10 @@ def _guard(held: Unrest) -> None:
 
 def _redirect(s: Scores | Postings, names: Sequence[fx.Node], scores: fx.Node) -> None:
     """Readers of the result, and of the accumulator after it was written, read the scores."""
-    node = s.node
-    node.replace_all_uses_with(scores)
-    if not names:
-        return
-    after = {scores}
-    at: fx.Node | None = scores
-    while at is not None and at.op != "root":
-        after.add(at)
-        at = at.next
+    s.node.replace_all_uses_with(scores)
+    after = lambda user: user > scores and user is not s.node
     for name in names:
-        for user in list(name.users):
-            if user in after and user is not node:
-                user.replace_input_with(name, scores)
+        name.replace_all_uses_with(scores, after)
 
 
 class SparseScores(Recogniser):
@@ -235,18 +224,7 @@ class SparseScores(Recogniser):
         taken = {
             p.node for m in matches if isinstance(m.scores, Postings) for p in m.scores.earlier
         }
-        inner = [_Inner(m, m.anchor, m.inner) for m in matches if m.scores.node not in taken]
-        kept, misses = without_outside_readers(inner, view)
-        return [i.match for i in kept], misses
-
-
-@dataclasses.dataclass
-class _Inner:
-    """A match without what others may read of it: the result, in whatever form."""
-
-    match: ScoresMatch
-    anchor: fx.Node
-    matched_nodes: tuple[fx.Node, ...]
+        return without_outside_readers([m for m in matches if m.scores.node not in taken], view)
 
 
 def _check_accumulator(view: GraphView, s: Scores | Postings, names: Sequence[fx.Node]) -> None:

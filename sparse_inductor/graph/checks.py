@@ -298,15 +298,16 @@ def without_outside_readers(
 ) -> tuple[list[M], list[Miss]]:
     """Matches whose nodes nobody else reads, and misses for the rest.
 
-    Matches may share nodes. `name(match, node)` is what a miss calls the result of a node ("the scores are"). It
-    points at the reader, or at the node where that is returned as it is.
+    Matches may share nodes, and say which ones of theirs are `open` to others. `name(match, node)` is what a miss calls
+    the result of a node ("the scores are"). It points at the reader, or at the node where that is returned as it is.
     """
     accepted, misses = list(matches), []
     while True:
         inside = {n for m in accepted for n in m.matched_nodes}
         kept = []
         for m in accepted:
-            found = next(outside_readers(view, m.matched_nodes, inside, {m.anchor}), None)
+            ends = {m.anchor, *getattr(m, "open", ())}
+            found = next(outside_readers(view, m.matched_nodes, inside, ends), None)
             if found is None:
                 kept.append(m)
                 continue
