@@ -163,11 +163,16 @@ def originals(
 
 
 def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
-    """Only indexing that adds axes of one element or takes everything."""
+    """Only indexing that adds or drops axes of one element, or takes everything."""
     shape = view.shape(call["input"])
     before: list[Axis] = []
     items = expanded_index(call["index"], len(shape)) or ()
-    for item, axis, size in zip(items, axes, view.shape(node)):
+    left = iter(zip(axes, view.shape(node)))
+    for item in items:
+        if type(item) is int and same_size(shape[len(before)], 1):
+            before.append(())
+            continue
+        axis, size = next(left, ((), None))
         if item is None:
             continue
         start = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
@@ -211,6 +216,14 @@ def _product(shape: tuple, which: Sequence[int]) -> Any:
     return math.prod(shape[i] for i in which)
 
 
+def _part(size: Any, have: Any, more: Any) -> int | None:
+    """What `have` lacks to be `size`, if that is a part of `more`."""
+    if not all(isinstance(s, int) for s in (size, have, more)) or size % have:
+        return None
+    left = size // have
+    return left if 1 < left < more and more % left == 0 else None
+
+
 def _group(
     result: list[Axis], sizes: list[Any], where: list[int], axes: list[Axis], node: fx.Node
 ) -> None:
@@ -222,7 +235,13 @@ def _group(
     for at, size in zip(where, sizes):
         taken: list[Atom] = []
         while atoms and not (taken and same_size(math.prod(t.size for t in taken), size)):
-            taken.append(atoms.pop(0))
+            atom = atoms.pop(0)
+            left = _part(size, math.prod(t.size for t in taken), atom.size)
+            if left is not None:  # its first part belongs to this axis, the rest to the next one
+                atom.parts = Atom(left), Atom(atom.size // left)
+                atom, rest = atom.parts
+                atoms.insert(0, rest)
+            taken.append(atom)
         if not same_size(math.prod(t.size for t in taken), size):
             raise NoMatch("a reshape that cannot be followed", node)
         result[at] = tuple(taken)
