@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from sparse_inductor import compat
+from sparse_inductor.graph.axes import flat, fresh
 from sparse_inductor.graph.checks import check_device, without_outside_readers
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements, static_size
@@ -26,11 +27,10 @@ from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.graph.vocabulary import REORDERS
 from sparse_inductor.match.scoring.accumulate import ANCHORS, scores_of
-from sparse_inductor.match.scoring.contributions import ROWS, OfRows
+from sparse_inductor.match.scoring.contributions import ROWS, OfRows, contributions
 from sparse_inductor.match.scoring.postings import Postings, postings_of
-from sparse_inductor.match.scoring.scored import Scores, names_of
+from sparse_inductor.match.scoring.scored import Scored
 from sparse_inductor.match.scoring.topk import Top, top_of
-from sparse_inductor.match.scoring.weighted import weighted
 from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.unrest import Unrest, unrest_of
@@ -52,10 +52,9 @@ _OTHER_POOLS = {
 class ScoresMatch:
     """Recognised scoring, ready to be replaced."""
 
-    scores: Scores | Postings
+    scores: Scored
     top: Top | None
     matched_nodes: tuple[fx.Node, ...]
-    names: tuple[fx.Node, ...]  # of the accumulator
     shared: tuple[fx.Node, ...] = ()  # what others may read
     held: Unrest | None = None  # of documents that an index may be built of
     guarded: bool = False  # whether it pays only with an index
@@ -84,7 +83,7 @@ class ScoresMatch:
     def open(self) -> tuple[fx.Node, ...]:
         """What others may read, too: the result, in whatever form."""
         best = () if self.top is None else (*self.anchor.users, *self.top.sliced)
-        return (*self.names, *self.shared, *best)
+        return (*self.scores.accumulator, *self.shared, *best)
 
     @property
     def note(self) -> str:
@@ -98,7 +97,7 @@ class ScoresMatch:
         if s.into is not None:
             s.node.replace_all_uses_with(e.method("add_", s.into, s.shaped(e, s.emit(e))))
         elif self.top is None:
-            _redirect(s, self.names, s.shaped(e, s.emit(e)))
+            _redirect(s, s.shaped(e, s.emit(e)))
         else:
             self.top.put(e, s.emit(e, self.top.k))
         if self.guarded and self.held is not None:
@@ -112,11 +111,11 @@ def _guard(held: Unrest) -> None:
     compat.add_guard(stays, "sparse_inductor: documents hold still")
 
 
-def _redirect(s: Scores | Postings, names: Sequence[fx.Node], scores: fx.Node) -> None:
+def _redirect(s: Scored, scores: fx.Node) -> None:
     """Readers of the result, and of the accumulator after it was written, read the scores."""
     s.node.replace_all_uses_with(scores)
     after = lambda user: user > scores and user is not s.node
-    for name in names:
+    for name in s.accumulator:
         name.replace_all_uses_with(scores, after)
 
 
@@ -144,11 +143,13 @@ class SparseScores(Recogniser):
     def _other_pool(self, node: fx.Node, view: GraphView, why: str) -> Miss | None:
         call = view.call(node)
         source = None if call is None else call.get("input")
-        w = weighted(view, source, node)
+        if not view.is_tensor(source):
+            return None
+        w = contributions(view, source, fresh(view.shape(source)), node)
         family = w is not None and w.has_weights and not w.gather.features
         return Miss(why, node) if family else None
 
-    def _checked(self, node: fx.Node, view: GraphView, s: Scores | Postings) -> ScoresMatch:
+    def _checked(self, node: fx.Node, view: GraphView, s: Scored) -> ScoresMatch:
         check_device(node)
         if not fake(node).dtype.is_floating_point:
             raise NoMatch(f"the scores are {fake(node).dtype}", node)
@@ -158,26 +159,22 @@ class SparseScores(Recogniser):
             plain = embedded and is_parameter(view, s.w.gather.source)  # every model has some
             raise OfRows(ROWS, node) if plain else NoMatch(ROWS, node)
         anchor = s.node if top is None else top.node
-        inner = [*s.matched_nodes] if top is None else [*s.matched_nodes, *top.path, top.node]
-        names: list[fx.Node] = []
-        if s.accumulator is not None:  # it goes, with what cleared it
-            names = names_of(view, s.accumulator, s.node)
-            _check_accumulator(view, s, names)
-            inner += names
-        nodes = matched_nodes(view, inner)
+        _check_accumulator(view, s)
+        selected = () if top is None else (*top.path, top.node)
+        nodes = matched_nodes(view, (*s.matched_nodes, *selected, *s.accumulator))
         gather = s.w.gather
         if gather.gradient and view.needs_grad(gather.source):
             raise NoMatch(gather.gradient, gather.node)
         held = None
         if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
             held = self._rehearse(s, anchor, top)
-        return ScoresMatch(s, top, nodes, tuple(names), _lists(view, s, anchor), held)
+        return ScoresMatch(s, top, nodes, _lists(view, s, anchor), held)
 
     def worth(self, match: ScoresMatch, view: GraphView) -> Worth:
         s = match.scores
         device = fake(s.node).device
-        queries = 1 if s.w.batch is None else expected(s.w.shape[s.w.batch])
-        products = expected_elements(s.w.shape)
+        queries = expected_elements(atom.size for atom in s.w.queries)
+        products = queries * expected_elements(atom.size for atom in s.w.entries)
         sizes = {
             "queries": queries,
             "scores": expected_elements(fake(s.node).shape),
@@ -198,7 +195,7 @@ class SparseScores(Recogniser):
         match.guarded = True
         return constant
 
-    def _rehearse(self, s: Scores | Postings, anchor: fx.Node, top: Top | None) -> Unrest | None:
+    def _rehearse(self, s: Scored, anchor: fx.Node, top: Top | None) -> Unrest | None:
         """Emit once, so that what cannot be emitted is a reason and no error. Returns what is known of the changes of
         documents that an index may be built of."""
         try:
@@ -221,32 +218,31 @@ class SparseScores(Recogniser):
     ) -> tuple[list[ScoresMatch], list[Miss]]:
         """Nobody else may read what is matched; two scorings may share a gather. What a later accumulation into the
         same scores has taken in is part of that."""
-        taken = {
-            p.node for m in matches if isinstance(m.scores, Postings) for p in m.scores.earlier
-        }
+        taken = {s.node for m in matches for s in m.scores.earlier}
         return without_outside_readers([m for m in matches if m.scores.node not in taken], view)
 
 
-def _check_accumulator(view: GraphView, s: Scores | Postings, names: Sequence[fx.Node]) -> None:
+def _check_accumulator(view: GraphView, s: Scored) -> None:
     """The accumulator was made for this and is known under no other name before the scores are in it."""
-    if view.effects.creator(names[0]) is not names[0]:
+    names = s.accumulator  # which goes, with what cleared it
+    if names and view.effects.creator(names[0]) is not names[0]:
         raise NoMatch("the accumulator is a view of something else", s.node)
     for other in [user for name in names for user in view.readers(name)]:
         if view.order[other] < view.order[s.node] and other not in (*names, *s.matched_nodes):
             raise NoMatch("the accumulator is read before the scores are in it", other)
 
 
-def _lists(view: GraphView, s: Scores | Postings, anchor: fx.Node) -> tuple[fx.Node, ...]:
+def _lists(view: GraphView, s: Scored, anchor: fx.Node) -> tuple[fx.Node, ...]:
     """Posting lists as they were looked up: they may serve other purposes, too, as in BM25's saturation."""
     if not isinstance(s, Postings):
         return ()
-    found = (n for p in (*s.earlier, s) for n in (p.w.gather.node, p.docs.node))
+    found = (n for p in (*s.earlier, s) for n in (p.w.gather.node, p.found.node))
     return tuple(n for n in found if view.effects.unchanged(n, n, anchor))
 
 
-def _documents_first(view: GraphView, s: Scores | Postings, top: Top | None) -> bool:
+def _documents_first(view: GraphView, s: Scored, top: Top | None) -> bool:
     """Whether [N, B] is turned to [B, N] afterwards, or searched along N: then the columns are queries."""
-    if s.batch is None or s.batch == 0:
+    if not s.queries or flat(s.axes[0]) == s.queries:
         return False
     if top is not None:
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import fx
@@ -80,4 +81,14 @@ def size_of(e: Emitter, atom: Atom, sized: Sequence[Placed]) -> Any:
         for i, axis in enumerate(t.axes):
             if flat(axis) == (atom,):
                 return e.method("size", t.tensor, i)
-    raise NoMatch(f"no tensor has an axis of size {atom.size}")
+    raise NoMatch(f"an operand is broadcast over a size that is not known, {atom.size}")
+
+
+def at_first(e: Emitter, t: Placed, atoms: Collection[Atom]) -> Placed:
+    """The tensor at the first place of every axis of these atoms, along which it is the same."""
+    node, axes = t.tensor, list(t.axes)
+    for at in reversed(range(len(axes))):
+        if flat(axes[at]) and {*flat(axes[at])} <= {*atoms}:
+            node = e.method("select", node, at, 0)
+            del axes[at]
+    return dataclasses.replace(t, node=node, axes=tuple(axes))

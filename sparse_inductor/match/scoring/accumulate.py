@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,18 +9,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.axes import Atom, Axis, Placed, flat, fresh
 from ...graph.emit import Emitter
+from ...graph.indices import items_of
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.values import counting, uniform
 from ...graph.view import GraphView, same_size
 from . import sums
-from .contributions import Factor, Weighted
+from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
+from .contributions import Contributions, contributions, multiplied
 from .gathers import Gather, gather_of, is_transposed, table_gradient
-from .scored import Scores, accumulator_of, addition, check_rows, check_zero, part_of
-from .weighted import weighted
-
-Make = Callable[[Emitter], fx.Node]
+from .scored import Make, Scores
 
 
 def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
@@ -40,74 +38,44 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     return found
 
 
-def _accumulated(
-    view: GraphView, node: fx.Node, call: Call, source: Any, rows: Any, axis: int, make: Make
-) -> Scores | None:
-    """Contributions `source` with their entries on one axis, added to `rows` along `axis` of the accumulator."""
-    w = weighted(view, source, node)
-    if w is None:
-        return None
-    if len(view.shape(rows)) > 1 and len(view.shape(node)) == 1:  # all of them in one accumulator
-        if w.batch is not None:
-            return None
-    elif len(w.entries) != 1:
-        if w.batch is None and len(w.shape) == 2:
-            raise NoMatch("rows of features are added up, not weights of queries", node)
-        raise NoMatch("the contributions have more than one axis beside the queries", node)
-    if w.batch == axis:
-        raise NoMatch("it adds up over the queries", node)
-    if w.batch is not None:
-        check_rows(view.shape(node)[w.batch], w.shape[w.batch], node)
-    check_zero(view, call["input"], node)
-    return Scores(
-        node, w, view.shape(node)[axis], w.batch, rows=make, reads=((rows, node),),
-        accumulator=accumulator_of(view, call), into=part_of(view, call),
-    )  # fmt: skip
-
-
 def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     added = addition(view, node, call)
     if added is None:
         return None
-    rows, source, axis = added.rows, added.source, added.axis
     if added.how != "sum":
-        if added.how is not None and _are_contributions(view, source, node):
+        if added.how is not None and _are_contributions(view, added, node):
             raise NoMatch(f"scatter with {added.how!r}: only sums are inner products", node)
         return None
-    own, given = len(view.shape(rows)), len(view.shape(source))
-    make: Make = lambda e: rows
-    if added.queries is not None:
-        every = counting(view, added.queries, node) == 2 and uniform(view, rows, 2, node)
-        if not every or given != 2:
-            return None
-        make = lambda e: e.method("select", rows, 0, 0) if own == 2 else rows
-    elif call.name.startswith("scatter"):
-        if own > 2 or not view.same_shape(rows, source):
-            return None
-        if own == 2:
-            if weighted(view, source, node) is None:
-                return None
-            if not uniform(view, rows, 1 + axis, node):
-                raise NoMatch("the rows differ from query to query", node)
-            make = lambda e: e.method("select", rows, 1 - axis, 0)
-    elif view.dtype(rows) == torch.bool:
+    w = contributions(view, added.source.node, added.source.axes, node)
+    if w is None:
         return None
-    elif given > 1 and len(view.shape(node)) == 1:
-        if own != given:
-            return None
-        make = lambda e: e.method("reshape", rows, (-1,))
-    found = _accumulated(view, node, call, source, rows, axis, make)
-    if found is None or added.scale == 1:
-        return found
+    queries, rows = {*w.queries}, added.rows
+    if not w.same_for_all(view, rows):
+        raise NoMatch("the rows differ from query to query", node)
+    if not queries <= {*added.others}:
+        if len(added.axes) == 1 < len(added.source.axes):
+            return None  # all of them in one accumulator
+        raise NoMatch("it adds up over the queries", node)
+    if len(added.others) > len(queries):
+        if not queries and len(added.source.axes) == 2:
+            raise NoMatch("rows of features are added up, not weights of queries", node)
+        raise NoMatch("the contributions have more than one axis beside the queries", node)
+    check_one_row_each(view, node, added)
+    whole, part = accumulator_of(view, node, call)
     if not isinstance(added.scale, (int, float)):
         raise NoMatch("the contributions are scaled by a number that is not known", node)
-    return dataclasses.replace(found, w=found.w.scaled(added.scale))
+    return Scores(
+        node=node, w=w.scaled(added.scale), axes=added.axes,
+        queries=w.queries, docs=(added.docs,), entries=w.entries,
+        rows=lambda e: w.placed(e, rows, [w.entries]), reads=((rows.node, node),),
+        accumulator=whole, into=part,
+    )  # fmt: skip
 
 
-def _are_contributions(view: GraphView, x: Any, node: fx.Node) -> bool:
-    """Whether gathered weights are at the root of `x`, in a form that is followed or not."""
+def _are_contributions(view: GraphView, added: Addition, node: fx.Node) -> bool:
+    """Whether gathered weights are at the root of what is added, in a form that is followed or not."""
     try:
-        return weighted(view, x, node) is not None
+        return contributions(view, added.source.node, added.source.axes, node) is not None
     except NoMatch:
         return True
 
@@ -116,8 +84,9 @@ def _bincount(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     """bincount(rows, weights, minlength=N)[:N]: rows beyond N are counted and cut off."""
     if not view.is_tensor(call.get("weights")):
         return None
-    w = weighted(view, call["weights"], node)
-    if w is None or len(w.shape) != 1:
+    axes = fresh(view.shape(call["weights"]))
+    w = contributions(view, call["weights"], axes, node)
+    if w is None or len(axes) != 1:
         return None
     rows, N = call["input"], call.get("minlength", 0)
     readers = list(view.readers(node))
@@ -125,15 +94,19 @@ def _bincount(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     exact = cut is not None and cut.name == "getitem" and cut["index"] in (slice(N), slice(0, N))
     if not isinstance(N, int) or not exact:
         raise NoMatch("the number of documents depends on the rows: cut it with [:minlength]", node)
-    inside = lambda e: e.call(torch.lt, rows, N)
-    factor = Factor("keep", rows, w.shape, None, inside)
-    w = w.then(node, factors=(*w.factors, factor))
-    make = lambda e: e.call(torch.where, inside(e), rows, 0)
-    return Scores(readers[0], w, N, None, rows=make, reads=((rows, node),))
+    below: Callable[[Emitter, fx.Node], fx.Node] = lambda e, t: e.call(torch.lt, t, N)
+    docs = (Atom(N),)
+    return Scores(
+        node=readers[0], axes=(docs,), queries=(), docs=docs, entries=flat(axes[0]),
+        w=w.then(node).times("keep", Placed(rows, node, tuple(axes)), below),
+        rows=lambda e: e.call(torch.where, below(e, rows), rows, 0), reads=((rows, node),),
+    )  # fmt: skip
 
 
 def _segment_reduce(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    w = weighted(view, call["data"], node)
+    data = call["data"]
+    axes = fresh(view.shape(data))
+    w = contributions(view, data, axes, node)
     if w is None:
         return None
     if call["reduce"] != "sum":
@@ -147,8 +120,6 @@ def _segment_reduce(view: GraphView, node: fx.Node, call: Call) -> Scores | None
         or not view.is_tensor(given)
         or len(view.shape(given)) != 1
         or call.get("axis", 0) != 0
-        or w.batch == 0
-        or len(w.entries) != 1
     ):
         raise NoMatch("the segments are laid out in a way that is not followed", node)
 
@@ -158,43 +129,57 @@ def _segment_reduce(view: GraphView, node: fx.Node, call: Call) -> Scores | None
         ends = e.method("cumsum", lengths, 0)
         return e.call(torch.nn.functional.pad, ends, (1, 0))
 
-    N = view.shape(node)[0]
     rule = "segments" if lengths is None else "lengths"
-    return Scores(node, w, N, w.batch, offsets=starts, rule=rule, reads=((given, node),))
+    return _segments(view, node, w, axes, 0, starts, rule, ((given, node),))
+
+
+def _segments(
+    view: GraphView,
+    node: fx.Node,
+    w: Contributions,
+    axes: Sequence[Axis],
+    axis: int,
+    offsets: Make,
+    rule: str,
+    reads: tuple[tuple[fx.Node, fx.Node], ...],
+) -> Scores:
+    """Sums of neighbouring entries, which are along an axis of the contributions, and documents along that of the
+    result."""
+    others = {a for at, one in enumerate(axes) if at != axis for a in flat(one)}
+    if others != {*w.queries}:
+        raise NoMatch("the segments are laid out in a way that is not followed", node)
+    docs = (Atom(view.shape(node)[axis]),)
+    return Scores(
+        node=node, w=w, axes=(*axes[:axis], docs, *axes[axis + 1 :]), queries=w.queries, docs=docs,
+        entries=flat(axes[axis]), offsets=offsets, rule=rule, reads=reads,
+    )  # fmt: skip
 
 
 def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     ids, table, offsets = call["input"], call["weight"], call.get("offsets")
     if node.target is torch.embedding_bag or not view.is_tensor(table):
         return None
-    shape = view.shape(table)
-    if len(shape) != 2 or not view.is_tensor(ids):
+    size = view.shape(table)
+    if len(size) != 2 or not view.is_tensor(ids):
         return None
     values = call.get("per_sample_weights")
-    known = is_transposed(view, table) or same_size(shape[1], 1)
+    known = is_transposed(view, table) or same_size(size[1], 1)
     if call.get("mode") != "sum" or values is None:
         if known:
             raise NoMatch("bags are not weighted sums", node)
         return None
     if call.get("max_norm") is not None or call.get("padding_idx") is not None:
         raise NoMatch("the bags renormalise or skip entries", node)
-    if view.needs_grad(values):
-        raise NoMatch(
-            "the document weights are learnt, and the operator has no gradient for them", node
-        )
-    entries = view.shape(ids)
+    entries, queries = fresh(view.shape(ids)), fresh(size[1:])
+    n = len(entries)
     gather = Gather(
-        node, table, ids, lambda e: e.method("t", table), lambda e: ids, len(entries), not known,
-        table_gradient(call),
-    )  # fmt: skip
-    full = (*entries, shape[1])
-    factor = Factor("mul", values, full, len(entries), lambda e: e.method("unsqueeze", values, -1))
-    w = Weighted(
-        node, gather, full, len(entries), (factor,),
-        reads=((table, node), (ids, node), (values, node)),
-    )  # fmt: skip
-    if len(entries) == 2:
-        return Scores(node, w, entries[0], 1, kept=(0, 2))
+        node, table, ids, 0, (None, n), tuple(range(n)), (n,), not known, table_gradient(call)
+    )
+    w = Contributions(gather, (*entries, *queries), (node,))
+    w = multiplied(view, w, "mul", values, entries, node)
+    if n == 2:
+        axes = (entries[0], *queries)
+        return Scores(node=node, w=w, axes=axes, queries=w.queries, docs=flat(entries[0]))
     if not view.is_tensor(offsets):
         return None
 
@@ -204,8 +189,7 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         last = e.method("new_full", offsets, (1,), e.size(ids, 0))
         return e.call(torch.cat, (offsets, last))
 
-    reads = ((offsets, node),)
-    return Scores(node, w, view.shape(node)[0], 1, offsets=starts, rule="bags", reads=reads)
+    return _segments(view, node, w, w.axes, 0, starts, "bags", ((offsets, node),))
 
 
 def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -217,31 +201,26 @@ def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         or call.get("alpha", 1) != 1
         or ends.source is not starts.source
         or starts.gradient is not None
+        or starts.part
     ):
         return None
     offsets = _cut(view, ends.index, (slice(1, None),))
     same = _cut(view, starts.index, (slice(None, -1), slice(0, -1)))
     if offsets is None or same is not offsets:
         return None
-    return _segments(view, node, ends, offsets, ends.index, (call["input"], call["other"]))
+    return _between(view, node, ends, offsets, ends.index, (call["input"], call["other"]))
 
 
 def _diff(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     """sums[offsets].diff()"""
     at = gather_of(view, call["input"])
-    if (
-        at is None
-        or call.get("n", 1) != 1
-        or (call.get("prepend"), call.get("append")) != (None,) * 2
-    ):
+    plain = (call.get("n", 1), call.get("prepend"), call.get("append")) == (1, None, None)
+    if at is None or not plain or call.get("dim", -1) % len(view.shape(node)) != at.dim:
         return None
-    ndim = len(view.shape(node))
-    if call.get("dim", -1) % ndim != (0 if at.batch != 0 else 1):
-        return None
-    return _segments(view, node, at, at.index, at.node, (at.node,))
+    return _between(view, node, at, at.index, at.node, (at.node,))
 
 
-def _segments(
+def _between(
     view: GraphView,
     node: fx.Node,
     at: Gather,
@@ -250,34 +229,32 @@ def _segments(
     within: Sequence[fx.Node],
 ) -> Scores | None:
     """Differences between prefix sums that were looked up at `offsets`, which `reader` reads."""
-    if at.gradient is not None or len(view.shape(offsets)) != 1:
+    if at.gradient is not None or at.part or len(view.shape(offsets)) != 1:
         return None
-    sums, axis = at.source, 1 if at.batch == 0 else 0
+    sums, axis = at.source, at.dim
     prefix, made = _behind_a_zero(view, sums, axis, at.node)
     running = view.call(prefix)
     if running is None or running.name != "cumsum":
         return None
-    w = weighted(view, running["input"], prefix)
-    if w is None or len(w.entries) != 1 or w.batch != at.batch:
+    axes = fresh(view.shape(prefix))
+    w = contributions(view, running["input"], axes, prefix)
+    if w is None:
         return None
-    if running["dim"] % len(w.shape) != axis:
+    if running["dim"] % len(axes) != axis:
         raise NoMatch("it adds up over the queries", prefix)
     for n in (prefix, sums, *made, *within):
         w = w.then(n)
-    N = view.shape(node)[axis]
-    reads = ((offsets, reader),)
 
     def from_the_front(e: Emitter) -> fx.Node:
         """An index counts from the end where it is negative, an offset does not."""
-        entries = (
-            w.entries[0] if isinstance(w.entries[0], int) else e.method("numel", w.gather.ids(e))
-        )
-        last = entries + 1 if isinstance(entries, int) else e.call(operator.add, entries, 1)
+        size: Any = view.shape(sums)[axis]
+        if not isinstance(size, int):
+            size = e.call(operator.add, e.method("numel", w.ids(e, [w.entries])), 1)
         negative = e.call(operator.lt, offsets, 0)
-        return e.call(torch.where, negative, e.call(operator.add, offsets, last), offsets)
+        return e.call(torch.where, negative, e.call(operator.add, offsets, size), offsets)
 
-    rule = "differences"
-    return Scores(node, w, N, w.batch, offsets=from_the_front, rule=rule, reads=reads)
+    reads = ((offsets, reader),)
+    return _segments(view, node, w, axes, axis, from_the_front, "differences", reads)
 
 
 def _behind_a_zero(
@@ -285,27 +262,26 @@ def _behind_a_zero(
 ) -> tuple[Any, tuple[fx.Node, ...]]:
     """x of cat([0, x], axis), of x padded by one zero at the front of that axis, or assigned behind one; and what
     assigned it."""
-    seen = view.value(sums, reader)
-    padded, ndim = view.call(seen), len(view.shape(sums))
-    nothing: tuple[Any, tuple[fx.Node, ...]] = None, ()
-    if padded is None or seen is None:
-        return nothing
-    if padded.name == "setitem" and view.const(padded["input"]) == 0:
-        rest = (slice(1, None),) if axis == 0 else (slice(None), slice(1, None))
-        index = padded["index"] if isinstance(padded["index"], tuple) else (padded["index"],)
-        whole = padded["input"] is sums and view.value(sums, seen) is sums and index == rest
-        return (padded["value"], (seen,)) if whole else nothing
-    if seen is not sums:
-        return nothing
-    if padded.name == "cat" and len(padded["tensors"]) == 2:
-        zero, x = padded["tensors"]
-        first = view.const(zero, sums) == 0 and same_size(view.shape(zero)[axis], 1)
-        return (x, ()) if first and padded.get("dim", 0) % ndim == axis else nothing
-    if padded.name == "pad" and not padded.get("value"):
-        front = [0, 0] * (ndim - 1 - axis) + [1]  # of the last axis first
-        pads = list(padded["pad"])
-        return (padded["input"], ()) if pads == front + [0] * (len(pads) - len(front)) else nothing
-    return nothing
+    seen, ndim = view.value(sums, reader), len(view.shape(sums))
+    call = view.call(seen)
+    if call is None or seen is None:
+        return None, ()
+    match call.name:
+        case "setitem" if call["input"] is sums and view.const(sums) == 0:
+            rest = (*[slice(None)] * axis, slice(1, None))
+            if view.value(sums, seen) is sums and items_of(call["index"]) == rest:
+                return call["value"], (seen,)
+        case "cat" if seen is sums and len(call["tensors"]) == 2:
+            zero, x = call["tensors"]
+            first = view.const(zero, sums) == 0 and same_size(view.shape(zero)[axis], 1)
+            if first and call.get("dim", 0) % ndim == axis:
+                return x, ()
+        case "pad" if seen is sums and not call.get("value"):
+            front = [0, 0] * (ndim - 1 - axis) + [1]  # of the last axis first
+            pads = list(call["pad"])
+            if pads == front + [0] * (len(pads) - len(front)):
+                return call["input"], ()
+    return None, ()
 
 
 def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:
@@ -319,7 +295,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     **sums.READERS,
     "sub": _differences,
     "diff": _diff,
-    **dict.fromkeys("index_add index_put put scatter scatter_add scatter_reduce".split(), _added),
+    **dict.fromkeys(ADDITIONS, _added),
     "bincount": _bincount,
     "segment_reduce": _segment_reduce,
     "embedding_bag": _embedding_bag,

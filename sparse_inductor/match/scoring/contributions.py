@@ -1,127 +1,128 @@
-"""Contributions: gathered query weights times document weights, and how the operator's documents are made of them."""
+"""Gathered query weights times document weights, through views, masks and casts.
+
+`contributions` walks up from a tensor, whose axes are atoms (`graph.axes`), to the gather at its root, and then reads
+what was done to it, from there down. Everything that does not depend on the gather is a factor: it stays in the graph
+and becomes part of the document weights. An operand of a product that is summed up is a factor like any other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from ...graph.axes import Atom, Axis, Placed, above, flat
+from ...graph.contraction import Operand, contraction
 from ...graph.emit import Emitter
+from ...graph.layout import at_first, laid_out
+from ...graph.names import Call, stored
 from ...graph.no_match import NoMatch
-from ...graph.values import extreme, uniform
-from ...graph.view import GraphView, fake, same_size, same_sizes
+from ...graph.selection import SELECTIONS, Assigned, Selection, selections
+from ...graph.values import extreme, is_parameter, rounds, uniform
+from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, VIEWS
-from .gathers import Gather
+from .gathers import VOCABULARY, Gather, gather_of
 
-Make = Callable[[Emitter], fx.Node]
+Axes = tuple[Axis, ...]
+Groups = Sequence[Sequence[Atom]]
+Read = Callable[[GraphView, Any], Gather | None]
+
+ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
+_REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
+_PASSED = COPIES | {"cast", "detach"}
+# Those of them whose backward makes 0 of 0 whatever the weight: the operator's gradient of one that no document has.
+_KEEPS_ZERO = frozenset("relu clamp clamp_min clamp_max add sub rsub mul div".split())
+_OF_ONE_WEIGHT = frozenset(
+    "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid abs neg pow clamp clamp_min "
+    "clamp_max add sub rsub div mul reciprocal nan_to_num softplus".split()
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Factor:
+class OfRows(NoMatch):
+    """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding."""
+
+    def of_dense_vectors(self) -> NoMatch:
+        """The same, where the products are added up over the features, so that it is no embedding."""
+        return NoMatch(self.reason, self.node)
+
+
+class Factor(NamedTuple):
     """What the contributions are multiplied by, divided by, or kept where it is true.
 
-    shape: of the contributions at this point, batch: their batch axis. make: builds the operand,
-    which broadcasts to `shape`; a number is itself.
+    made: what is done to the operand first, where it has the axes of the contributions.
     """
 
     how: str  # "mul", "div", "keep", "drop"
-    operand: fx.Node | float
-    shape: tuple[Any, ...]
-    batch: int | None
-    make: Make | None = None
-
-    @property
-    def entries(self) -> tuple[Any, ...]:
-        return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
-
-    def build(self, e: Emitter, entries: Sequence[Any]) -> fx.Node | float:
-        """The operand with the batch axis gone and the shape `entries`."""
-        if not isinstance(self.operand, fx.Node):
-            return self.operand
-        t = self.operand if self.make is None else self.make(e)
-        n = len(self.shape)
-        if self.batch is not None:
-            axis = fake(t).dim() - (n - self.batch)
-            if axis >= 0:
-                t = e.method("select", t, axis, 0)
-        mine = self.entries
-        have = tuple(fake(t).shape)
-        if not same_sizes(have, mine):
-            pad = len(mine) - len(have)
-            sizes = [
-                -1 if a >= pad and same_size(have[a - pad], s) else s for a, s in enumerate(mine)
-            ]
-            if not all(isinstance(s, int) for s in sizes):
-                raise NoMatch("the document weights broadcast over sizes that are not known")
-            t = e.method("expand", t, tuple(sizes))
-        return reshaped(e, t, entries)
-
-
-def merged(shape: Sequence[Any], lead: int) -> tuple[Any, ...]:
-    """A shape whose first axes, one more than `lead`, are one."""
-    return (math.prod(shape[: lead + 1]), *shape[lead + 1 :])
-
-
-def reshaped(e: Emitter, t: fx.Node, shape: Sequence[Any]) -> fx.Node:
-    """`t` in another shape of which at most one size is unknown."""
-    have = tuple(fake(t).shape)
-    if same_sizes(have, shape):
-        return t
-    sizes = [s if isinstance(s, int) else -1 for s in shape]
-    if sizes.count(-1) > 1:
-        raise NoMatch("reshapes by more than one size that is not known")
-    return e.method("reshape", t, tuple(sizes))
+    operand: Placed
+    made: Callable[[Emitter, fx.Node], fx.Node] = lambda e, t: t
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted:
-    """A tensor of contributions: node = gathered weights, through `of_one`, times the factors.
+class Contributions:
+    """Gathered weights, through the functions `of_one`, times the factors and a number. axes: of the gather."""
 
-    shape, batch: of `node`, and its batch axis (None for a single query). The entries, all axes but
-    the batch axis in order, flattened, are the gather's ids, flattened.
-    """
-
-    node: fx.Node
     gather: Gather
-    shape: tuple[Any, ...]
-    batch: int | None
+    axes: Axes
+    nodes: tuple[fx.Node, ...]
     factors: tuple[Factor, ...] = ()
     of_one: tuple[fx.Node, ...] = ()
-    nodes: tuple[fx.Node, ...] = ()
-    reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
-        scale = 1.0
-        for f in self.factors:
-            if not isinstance(f.operand, fx.Node):
-                divided = 1 / f.operand if f.operand else math.inf
-                scale *= f.operand if f.how == "mul" else divided
-        if extreme(scale):
-            raise NoMatch(f"the products are scaled by {scale:g}", self.node)
+        if extreme(self.scale):
+            raise NoMatch(f"the products are scaled by {self.scale:g}", self.nodes[-1])
 
     @property
-    def entries(self) -> tuple[Any, ...]:
-        return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
+    def queries(self) -> tuple[Atom, ...]:
+        return tuple(a for at in self.gather.queries for a in flat(self.axes[at]))
 
     @property
-    def lead(self) -> int:
-        """How many axes the shape has less than `node`, since the queries' are one."""
-        return self.gather.lead
+    def entries(self) -> tuple[Atom, ...]:
+        """All atoms but those of the queries, in their order."""
+        places = (at for at in range(len(self.axes)) if at not in self.gather.queries)
+        return tuple(a for at in places for a in flat(self.axes[at]))
 
-    def alike(self, shape: Sequence[Any]) -> bool:
-        """Whether a tensor of a shape has that of the contributions."""
-        return same_sizes(merged(shape, self.lead), self.shape)
+    @property
+    def operands(self) -> list[Placed]:
+        """What the factors and the ids are made of."""
+        return [*(f.operand for f in self.factors), self.gather.ids(self.axes)]
+
+    def same_for_all(self, view: GraphView, t: Placed) -> bool:
+        """Whether a tensor is the same for all queries. Raises NoMatch where nothing says which axes are theirs."""
+        queries = {*self.queries}
+        for from_end, axis in enumerate(reversed(t.axes), 1):
+            if queries.isdisjoint(flat(axis)):
+                continue
+            if not {*flat(axis)} <= queries:
+                raise NoMatch("merges queries and documents into one axis", t.reader)
+            if not uniform(view, t.node, from_end, t.reader):
+                return False
+        return True
+
+    @property
+    def sized(self) -> list[Placed]:
+        """What the graph may read sizes of."""
+        whole = not (self.gather.part or self.gather.repeated)
+        return [*self.operands, *([self.gather.whole_table(self.axes)] if whole else [])]
+
+    @property
+    def reads(self) -> list[tuple[fx.Node, fx.Node]]:
+        """What is read, and by whom."""
+        return [
+            (self.gather.source, self.gather.node),
+            *(r for t in self.operands for r in t.reads),
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the contributions; an assignment to them has no value of its own."""
-        values = (fake(n) for n in (self.node, *reversed(self.nodes)))
-        return next(v.dtype for v in values if isinstance(v, torch.Tensor))
+        """The dtype of the contributions."""
+        dtype: torch.dtype = fake(stored(self.nodes[-1])).dtype
+        return dtype
 
     @property
     def masked(self) -> bool:
@@ -130,47 +131,26 @@ class Weighted:
 
     @property
     def has_weights(self) -> bool:
-        return any(f.how in ("mul", "div") and isinstance(f.operand, fx.Node) for f in self.factors)
+        return any(f.how in ("mul", "div") for f in self.factors)
 
-    def then(self, node: fx.Node, **changes: Any) -> Weighted:
+    def then(self, node: fx.Node, **changes: Any) -> Contributions:
         """One node further."""
-        return dataclasses.replace(self, node=node, nodes=(*self.nodes, node), **changes)
+        return dataclasses.replace(self, nodes=(*self.nodes, node), **changes)
 
-    def of_one_query(self) -> Weighted:
-        """The same, where the batch axis has size 1: it is no axis of the queries any more."""
-        table = self.gather.table
-        gather = dataclasses.replace(
-            self.gather, table=lambda e: e.method("select", table(e), 0, 0), batch=None
-        )
-        return dataclasses.replace(self, gather=gather, batch=None)
+    def times(self, *factor: Any) -> Contributions:
+        """Times a `Factor`."""
+        return dataclasses.replace(self, factors=(*self.factors, Factor(*factor)))
 
-    def scaled(self, factor: float) -> Weighted:
-        """All contributions times a number, which is no node."""
-        if factor == 1:
-            return self
-        one = Factor("mul", float(factor), self.shape, self.batch)
-        return dataclasses.replace(self, factors=(*self.factors, one))
+    def scaled(self, number: float) -> Contributions:
+        return dataclasses.replace(self, scale=self.scale * number)
 
-    def times(
-        self, view: GraphView, node: fx.Node, how: str, operand: Any, make: Make | None = None
-    ) -> Weighted:
-        """One node further, which multiplies by a factor; see `Factor`."""
-        reads = self.reads
-        if isinstance(operand, fx.Node):
-            if self.lead and len(sizes := view.shape(operand)) >= len(self.shape):
-                if any(not same_size(s, 1) for s in sizes[: 1 - len(self.shape)]):
-                    raise NoMatch("the document weights differ from query to query", node)
-                raise NoMatch(SEVERAL, node)
-            apart = self.batch is not None and make is None
-            from_end = len(self.shape) - (self.batch or 0) if apart else None
-            check_shared(view, self, operand, node, from_end)
-            reads = (*reads, (operand, node))
-        factor = Factor(how, operand, self.shape, self.batch, make)
-        return self.then(node, factors=(*self.factors, factor), reads=reads)
+    # Emission
 
     def query(self, e: Emitter) -> fx.Node:
         """The query weights [V] or [B, V]."""
-        t = self.gather.table(e)
+        table = at_first(e, self.gather.table(e, self.axes), self.entries)
+        groups = [self.queries, (VOCABULARY,)] if self.queries else [(VOCABULARY,)]
+        t = laid_out(e, table, groups)
         # Counts are cast after they were looked up, and what is narrower where it is computed in double precision.
         if not fake(t).dtype.is_floating_point or self.dtype == torch.float64:
             t = e.cast(t, self.dtype)
@@ -179,79 +159,275 @@ class Weighted:
             t, inner = e.again(n, {inner: t}), n
         return t
 
-    def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
+    def ids(self, e: Emitter, groups: Groups) -> fx.Node:
+        ids = self.placed(e, self.gather.ids(self.axes), groups)
+        if self.gather.wraps:
+            size = e.size(self.gather.source, self.gather.dim)
+            ids = e.call(torch.remainder, ids, size)
+        return ids
+
+    def placed(self, e: Emitter, t: Placed, groups: Groups) -> fx.Node:
+        """A tensor that is the same for all queries, with all elements of the groups of entries."""
+        return laid_out(e, at_first(e, t, self.queries), groups, full=True, sized=self.sized)
+
+    def weights(self, e: Emitter, groups: Groups) -> tuple[fx.Node, fx.Node | None]:
         """The factors as one tensor of document weights, and where the contributions count (None: everywhere)."""
         # Their product, a quotient, a count may have no place in 16 bits.
         dtype = torch.promote_types(self.dtype, torch.float32)
-        scales = [f for f in self.factors if f.how in ("mul", "div")]
-        alone = len(scales) == 1 and scales[0].how == "mul"
-        weights: fx.Node | float | None = None
+        alone = [f.how for f in self.factors if f.how in ("mul", "div")] == ["mul"]
+        weights: Any = self.scale
         keep: fx.Node | None = None
-        for f in self.factors:
-            t = f.build(e, shape)
-            if f.how in ("keep", "drop"):
-                assert isinstance(t, fx.Node)
+        for how, operand, made in self.factors:
+            t = made(e, self.placed(e, operand, groups))
+            if how in ("keep", "drop"):
                 t = t if fake(t).dtype == torch.bool else e.call(torch.ne, t, 0)
-                t = e.call(torch.logical_not, t) if f.how == "drop" else t
+                t = e.call(torch.logical_not, t) if how == "drop" else t
                 keep = t if keep is None else e.call(torch.logical_and, keep, t)
-                continue
-            if isinstance(t, fx.Node) and not (alone and fake(t).dtype.is_floating_point):
-                t = e.cast(t, dtype)
-            apply = operator.mul if f.how == "mul" else operator.truediv
-            if weights is None:
-                weights = t if f.how == "mul" else _applied(e, operator.truediv, 1.0, t)
+            elif alone and self.scale == 1 and fake(t).dtype.is_floating_point:
+                weights = t
             else:
-                weights = _applied(e, apply, weights, t)
+                t = e.cast(t, dtype)
+                first = how == "mul" and isinstance(weights, float) and weights == 1
+                apply = operator.mul if how == "mul" else operator.truediv
+                weights = t if first else e.call(apply, weights, t)
         if not isinstance(weights, fx.Node):
-            one = 1.0 if weights is None else weights
-            weights = e.method("new_full", self.gather.source, (1,) * len(shape), one, dtype=dtype)
+            ones = (1,) * len(groups)
+            weights = e.method("new_full", self.gather.source, ones, weights, dtype=dtype)
         return weights, keep
 
-    def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
-        """ids and values, both in the shape of the entries; V is the id of what counts nothing."""
-        ids = reshaped(e, self.gather.ids(e), self.entries)
-        values, keep = self.weights(e, self.entries)
-        if keep is not None:
-            ids = e.call(torch.where, keep, ids, V)
-            values = e.call(torch.where, keep, values, 0)
-        return ids, values
+
+# The way from a tensor up to the gather at its root
 
 
-def _applied(e: Emitter, apply: Callable[..., Any], a: Any, b: Any) -> Any:
-    return e.call(apply, a, b) if isinstance(a, fx.Node) or isinstance(b, fx.Node) else apply(a, b)
+class _Step(NamedTuple):
+    """A node on the way, the operand `x` that the way goes on with, and how another one changes that, if one does: a
+    factor ("mul", "div"), or a selection ("keep", "drop")."""
+
+    node: fx.Node
+    call: Call
+    x: Any
+    how: str = ""
+    other: Any = None
 
 
-SEVERAL = "queries on several axes: make one of them before (flatten), and several of the scores' (unflatten)"
-ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
+class _Way(NamedTuple):
+    """From a tensor up to the gather at its root."""
+
+    gather: Gather
+    steps: tuple[_Step, ...] = ()
+
+    def preference(self, view: GraphView) -> tuple[bool, ...]:
+        """The query is as large as the products, is no gather of rows, has an axis of its own, or gradients, or is no
+        buffer; the documents are the other."""
+        source = self.gather.source
+        kept = is_parameter(view, source) or "buffers" in source.name
+        features, single = self.gather.features, not self.gather.queries
+        small = any(s.how and not view.same_shape(s.x, s.node) for s in self.steps)
+        return small, features, single, not view.requires_grad(source), kept
 
 
-class OfRows(NoMatch):
-    """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding."""
+def _ways(
+    view: GraphView, node: Any, reader: fx.Node, read: Read, reach: int = _REACH
+) -> Iterator[_Way]:
+    """Every way from `node`, as `reader` sees it, up to what `read` says is a gather."""
+    seen = view.value(node, reader) if view.is_tensor(node) and reach else None
+    if seen is None:
+        return
+    gather = read(view, seen)
+    if gather is not None:
+        yield _Way(gather)
+        return
+    for step in _steps(view, seen):
+        for way in _ways(view, step.x, seen, read, reach - 1):
+            yield _Way(way.gather, (step, *way.steps))
 
 
-def check_shared(
-    view: GraphView, w: Weighted, operand: fx.Node, reader: fx.Node, from_end: int | None
-) -> None:
-    """A factor must be the same for every query, whose axis is `from_end` from the end, and need no gradient."""
-    if from_end is not None and not uniform(view, operand, from_end, reader):
-        original, passed = view.behind(operand, VIEWS | COPIES | {"cast"})
-        looked_up = next((n for n in (*passed, original) if _by_query(view, n)), None)
-        if w.gather.features and looked_up is not None:
-            raise NoMatch(
-                "every query has documents of its own: the operator takes one collection", looked_up
-            )
-        if w.gather.features:
-            raise OfRows(
-                "whole rows are looked up and multiplied by a vector each: a product of dense vectors, not of terms",
-                reader,
-            )
-        raise NoMatch("the document weights differ from query to query", reader)
-    if view.needs_grad(operand):
+def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
+    """The ways to go on from a node: to what is contributions, too, if the node is."""
+    call = view.call(node)
+    if call is None or call.get("rounding_mode"):
+        return ()
+    match call.name:
+        case "mul":
+            return [_Step(node, call, x, "mul", y) for x, y in dict.fromkeys(call.both_ways)]
+        case "div":
+            return (_Step(node, call, call["input"], "div", call["other"]),)
+        case "einsum":  # one that only multiplies: bnl,nl->bnl, or btp,bt->btp
+            product = contraction(view, node)
+            if product is None or product.summed:
+                return ()
+            both = product.operands, product.operands[::-1]
+            return [_Step(node, call, x.node, "mul", y) for x, y in both if x.axes == product.axes]
+        case name if name in SELECTIONS:
+            ways = sorted(selections(view, call), key=lambda s: view.const(s.other, node) != 0)
+            return [_Step(node, call, s.x, "drop" if s.negate else "keep", s) for s in ways[:1]]
+        case name if name in _PASSED | VIEWS:
+            return (_Step(node, call, call["input"]),)
+    tensors = [a for a in node.all_input_nodes if view.is_tensor(a)]
+    alone = call.name in _OF_ONE_WEIGHT and tensors == [call.get("input")]
+    return (_Step(node, call, tensors[0]),) if alone else ()
+
+
+def contributions(
+    view: GraphView, node: Any, axes: Sequence[Axis], reader: fx.Node, read: Read = gather_of
+) -> Contributions | None:
+    """`node` with some axes, as `reader` sees it, as contributions; None where no gather is at its root.
+
+    `read` says what counts as a gather. Raises NoMatch where there is one, and what follows it cannot be moved into
+    the operator.
+    """
+    found = contributions_among(view, [(node, axes)], reader, read)
+    return None if found is None else found[1]
+
+
+def contributions_among(
+    view: GraphView,
+    operands: Sequence[tuple[Any, Sequence[Axis]]],
+    reader: fx.Node,
+    read: Read = gather_of,
+) -> tuple[int, Contributions] | None:
+    """Which operand of a product is contributions, and they; see `contributions`."""
+    ways = [(i, way) for i, (x, _) in enumerate(operands) for way in _ways(view, x, reader, read)]
+    for i, way in sorted(ways, key=lambda found: found[1].preference(view)):
+        w = _read(view, way, tuple(operands[i][1]))
+        if w is not None:
+            return i, w
+    return None
+
+
+def _read(view: GraphView, way: _Way, axes: Axes) -> Contributions | None:
+    """What is done on a way, from the gather down, given the axes that it leads up from."""
+    with_axes = []
+    for step in way.steps:
+        with_axes.append((step, axes))
+        try:
+            if step.how and not view.same_shape(step.x, step.node):
+                what = "the document weights have" if step.how in ("mul", "div") else "the mask has"
+                raise NoMatch(f"{what} more axes than the gathered query weights", step.node)
+            if step.call.name in VIEWS:
+                axes = tuple(above(view, step.node, step.call, axes))
+        except NoMatch:
+            if way.gather.features:
+                return None  # views of an embedding, say
+            raise
+    w: Contributions | None = Contributions(way.gather, axes, (way.gather.node,))
+    for step, axes in reversed(with_axes):
+        follow = (
+            _factor if step.how else _passed if step.call.name in _PASSED | VIEWS else _function
+        )
+        w = None if w is None else follow(view, w, step, axes)
+    return w
+
+
+def _factor(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contributions:
+    node, call, _, how, other = step
+    if isinstance(other, Selection):  # of 0 where a mask says so
+        if isinstance(other.keep, Assigned):
+            raise NoMatch("a part of the contributions is assigned to", node)
+        assigns = call.name not in ("where", "masked_fill")
+        integers = assigns and not view.dtype(w.gather.node).is_floating_point
+        if view.const(other.other, node) != 0 or integers:
+            raise NoMatch("masked contributions are not 0", node)
+        other = other.keep
+    elif not view.dtype(node).is_floating_point:
+        raise NoMatch(f"the products are {view.dtype(node)}, which overflow as they do", node)
+    product = contraction(view, node) if isinstance(other, Operand) else None
+    if product is not None:
+        by_letter = dict(zip(product.axes, axes))
+        other, axes = other.node, tuple(by_letter.get(letter, ()) for letter in other.axes)
+    if view.is_tensor(other):
+        return multiplied(view, w, how, other, axes, node).then(node)
+    const = view.const(other, node)
+    if const is None:
+        raise NoMatch("the products are scaled by a number that is not known", node)
+    if how == "div":
+        const = 1 / const if const else math.inf
+    return w.then(node).scaled(const)
+
+
+def _passed(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contributions:
+    node, call, x = step[:3]
+    if call.name == "detach" and view.needs_grad(x):
+        raise NoMatch("the contributions are detached", node)
+    if call.name == "cast":
+        if not view.dtype(node).is_floating_point:
+            raise NoMatch(f"the contributions are cast to {view.dtype(node)}", node)
+        if fake(node).device != fake(x).device:
+            raise NoMatch("the contributions move to another device", node)
+        gathered = view.dtype(w.gather.node)
+        if gathered.is_floating_point and rounds(view.dtype(node), gathered):
+            raise NoMatch(f"the contributions are rounded to {view.dtype(node)}", node)
+    return w.then(node)
+
+
+def _function(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contributions | None:
+    """A function of the gathered weight alone can be taken of the query before the gather."""
+    node, call, x = step[:3]
+    if call.name == "neg":
+        return w.then(node).scaled(-1)
+    if w.gather.features and call.name not in _KEEPS_ZERO:
+        return None  # the square of an embedding, say
+    if w.has_weights or w.masked:
+        raise NoMatch(f"{call.name} of the products: they are no terms of an inner product", node)
+    if call.name not in _KEEPS_ZERO and view.needs_grad(x):
+        raise NoMatch(
+            f"{call.name} of the gathered weights alone: of the others its gradient may be no number",
+            node,
+        )
+    if (
+        w.factors
+        or w.scale != 1
+        or call.inplace
+        or w.nodes[-1] is not (w.of_one or w.nodes[:1])[-1]
+    ):
+        return None  # scaled or reshaped before it: nobody has been seen to write this
+    return w.then(node, of_one=(*w.of_one, node))
+
+
+# Factors
+
+
+def multiplied(
+    view: GraphView,
+    w: Contributions,
+    how: str,
+    other: fx.Node,
+    axes: Sequence[Axis],
+    reader: fx.Node,
+) -> Contributions:
+    """Contributions with a tensor as a further factor, which broadcasts to `axes`. It must be the same for every query
+    and need no gradient. Raises NoMatch."""
+    seen = view.value(other, reader)
+    if seen is not None and view.is_tensor(seen):  # an assignment has no value of its own
+        other = seen
+    sizes = view.shape(other)
+    own = axes[len(axes) - len(sizes) :]
+    placed = Placed(other, reader, tuple(() if same_size(s, 1) else a for s, a in zip(sizes, own)))
+    if not w.same_for_all(view, placed):
+        raise _varies(view, w, other, reader)
+    if view.needs_grad(other):
         if w.gather.features:
             raise NoMatch(ROWS, reader)
         raise NoMatch(
             "the document weights are learnt, and the operator has no gradient for them", reader
         )
+    return w.times(how, placed)
+
+
+def _varies(view: GraphView, w: Contributions, operand: fx.Node, reader: fx.Node) -> NoMatch:
+    """Why a factor may not be another one for every query."""
+    if not w.gather.features:
+        return NoMatch("the document weights differ from query to query", reader)
+    original, passed = view.behind(operand, VIEWS | COPIES | {"cast"})
+    looked_up = next((n for n in (*passed, original) if _by_query(view, n)), None)
+    if looked_up is not None:
+        return NoMatch(
+            "every query has documents of its own: the operator takes one collection", looked_up
+        )
+    return OfRows(
+        "whole rows are looked up and multiplied by a vector each: a product of dense vectors, not of terms",
+        reader,
+    )
 
 
 def _by_query(view: GraphView, node: Any) -> bool:
@@ -260,42 +436,3 @@ def _by_query(view: GraphView, node: Any) -> bool:
     index = call.get("index") if call is not None else None
     pairs = isinstance(index, tuple) and sum(map(view.is_tensor, index)) > 1
     return pairs or (call is not None and call.name in ("gather", "take_along_dim"))
-
-
-def times_lettered(
-    view: GraphView, node: fx.Node, w: Weighted, xs: Sequence[str], other: Any, ys: Sequence[str]
-) -> Weighted | None:
-    """Contributions with the axes `xs`, times an operand with the axes `ys`."""
-    sizes = dict(zip(ys, view.shape(other)))
-    extra = [c for c in ys if c not in xs]
-    if len(set(ys)) != len(ys):
-        return None
-    if any(not same_size(sizes[c], 1) for c in extra):
-        if w.gather.features:
-            return None  # rows that were looked up, through a linear
-        raise NoMatch(
-            "a product with a matrix: the document weights have an axis of their own", node
-        )
-    if any(
-        same_size(w.shape[xs.index(c)], 1) and not same_size(sizes[c], 1) for c in ys if c in xs
-    ):
-        return None  # the gathered weights are the ones that repeat themselves
-    shared = None if w.batch is None or xs[w.batch] not in ys else xs[w.batch]
-    check_shared(view, w, other, node, None if shared is None else len(ys) - ys.index(shared))
-
-    def aligned(e: Emitter) -> fx.Node:
-        t, have = other, list(ys)
-        for c in [*extra, *([] if w.batch is None else [xs[w.batch]])]:
-            if c in have:
-                t = e.method("select", t, have.index(c), 0)
-                have.remove(c)
-        order = [have.index(c) for c in xs if c in have]
-        t = e.permuted(t, order)
-        for at, c in enumerate(xs):
-            if c not in have:
-                t = e.method("unsqueeze", t, at)
-        return t
-
-    factor = Factor("mul", other, w.shape, w.batch, aligned)
-    reads = (*w.reads, (other, node))
-    return dataclasses.replace(w, factors=(*w.factors, factor), reads=reads)

@@ -11,53 +11,48 @@ import torch
 from torch import fx
 
 from ... import compat
-from ...graph.effects import same_geometry
+from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.emit import Emitter, own_operator
-from ...graph.names import Call, canonical, name_of
+from ...graph.layout import laid_out
+from ...graph.names import canonical, name_of
 from ...graph.no_match import NoMatch
-from ...graph.view import GraphView, fake, same_size, static_size
-from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
-from .contributions import Weighted, merged, reshaped
-
-_CLEARS = frozenset(("zero", "fill"))
-_PARTS = frozenset("getitem select narrow".split())
-_VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
-_ALIASES = COPIES | REGROUPS | {"cast", "detach"}
-_SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
+from ...graph.view import fake
+from ...graph.vocabulary import REGROUPS, REORDERS
+from .contributions import Contributions
 
 Make = Callable[[Emitter], fx.Node]
+_VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
     """node[b, n] = sum of the contributions of document n to query b.
 
-    kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
-    offsets: how the entries of the other layouts belong to documents. rule: by which PyTorch reads the offsets
-    (`aten.sparse_scores`). num_docs: a size, batch: the
-    axis of the result that is the batch. accumulator: the tensor they were added to, if any, or into: the part of one.
+    axes: of the result. queries, docs: the atoms that they consist of. reads: what is read beside the contributions,
+    and by whom. accumulator: the names of the tensor that they were added to in place, if any, or into: the part of
+    one. inner: further nodes that belong to it. earlier: scores that the same accumulator holds already, as in a loop.
     """
 
     node: fx.Node
-    w: Weighted
-    num_docs: Any
-    batch: int | None
-    kept: tuple[int, ...] | None = None
-    rows: Make | None = None
-    offsets: Make | None = None
-    rule: str = ""
+    w: Contributions
+    axes: tuple[Axis, ...]
+    queries: tuple[Atom, ...]
+    docs: tuple[Atom, ...]
     reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
-    accumulator: fx.Node | None = None
+    accumulator: tuple[fx.Node, ...] = ()
     into: fx.Node | None = None
+    inner: tuple[fx.Node, ...] = ()
+    earlier: tuple[Scored, ...] = ()
 
     @property
     def matched_nodes(self) -> tuple[fx.Node, ...]:
-        return (*self.w.nodes, self.node)
+        before = (n for s in self.earlier for n in s.matched_nodes)
+        return (*before, *self.w.nodes, *self.inner, self.node)
 
     @property
     def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """What is read, and by whom."""
-        return (*self.w.reads, *self.reads)
+        return (*(read for s in self.earlier for read in s.inputs), *self.w.reads, *self.reads)
 
     @property
     def features(self) -> bool:
@@ -65,22 +60,53 @@ class Scores:
         return self.w.gather.features
 
     @property
+    def num_docs(self) -> Any:
+        return math.prod(atom.size for atom in self.docs)
+
+    @property
+    def layout(self) -> str:
+        raise NotImplementedError
+
+    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
+        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+        raise NotImplementedError
+
+    def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
+        """[N] or [B, N] in the shape of the user's result."""
+        groups = (self.queries, self.docs)[2 - fake(scores).dim() :]
+        want = [flat(axis) for axis in self.axes]
+        scores = laid_out(e, Placed(scores, self.node, groups), want, sized=self.w.sized)
+        return e.laid_out(scores, fake(self.node)) if _strides_matter(self.node) else scores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores(Scored):
+    """Scores of documents that are rows, or parts of a list of entries.
+
+    entries: the atoms of such a list, in its order. rows, offsets: how its entries belong to documents. rule: by which
+    PyTorch reads the offsets (`aten.sparse_scores`).
+    """
+
+    entries: tuple[Atom, ...] | None = None
+    rows: Make | None = None
+    offsets: Make | None = None
+    rule: str = ""
+
+    @property
     def layout(self) -> str:
         return "rows" if self.rows else "segments" if self.offsets else "padded documents"
 
     def emit(self, e: Emitter, k: Any = None) -> fx.Node:
-        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
         dtype = fake(self.node).dtype
         query = self.w.query(e)
         if dtype == torch.float64:  # a sum may compute in it, of narrower products
             query = e.cast(query, dtype)
-        V = fake(query).shape[-1]
-        ids, values = self.documents(e, V if isinstance(V, int) else e.method("size", query, -1))
+        ids, values = self.documents(e, e.size(query, -1))
         rows = None if self.rows is None else self.rows(e)
         offsets = None if self.offsets is None else self.offsets(e)
         num_docs = self.num_docs
         if not isinstance(num_docs, int):
-            if self.kept is None:
+            if self.entries is not None:
                 raise NoMatch("the number of documents is not known", self.node)
             num_docs = -1  # of padded documents the operator sees it itself
         args = (query, ids, values, rows, offsets, num_docs)
@@ -104,34 +130,15 @@ class Scores:
         return f"{of_ids} {of_rows}".rstrip()
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
-        """ids and values: [N, L] for a plain sum, else [nnz]."""
-        ids, values = self.w.documents(e, V)
-        w = self.w
-        if self.kept is None:
-            return tuple(reshaped(e, t, (math.prod(w.entries),)) for t in (ids, values))
-        axes = [a for a in range(len(w.shape)) if a != w.batch]
-        kept = [a for a in self.kept if a != w.batch]
-        order = [axes.index(a) for a in [*kept, *(a for a in axes if a not in kept)]]
-        sizes = [w.entries[i] for i in order]
-        shape = (math.prod(sizes[: len(kept)]), math.prod(sizes[len(kept) :]))
-        ids, values = (reshaped(e, e.permuted(t, order), shape) for t in (ids, values))
+        """ids and values: [N, L] of rows, else [nnz]; V is the id of what counts nothing."""
+        inner = [atom for atom in self.w.entries if atom not in self.docs]
+        groups = [self.docs, inner] if self.entries is None else [self.entries]
+        ids = self.w.ids(e, groups)
+        values, keep = self.w.weights(e, groups)
+        if keep is not None:
+            ids = e.call(torch.where, keep, ids, V)
+            values = e.call(torch.where, keep, values, 0)
         return ids, values
-
-    def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
-        """[N] or [B, N] in the shape of the user's result."""
-        want = tuple(fake(self.node).shape)
-        if self.batch is None:
-            return reshaped(e, scores, want)
-        if lead := self.w.lead:
-            scores = reshaped(e, scores, merged(want, lead))
-            queries = tuple(e.size(self.w.gather.source, a) for a in range(lead + 1))
-            return e.method("unflatten", scores, 0, queries)
-        docs = [s for a, s in enumerate(want) if a != self.batch]
-        scores = reshaped(e, scores, (want[self.batch], *docs))
-        if self.batch != 0:
-            order = [*range(1, self.batch + 1), 0, *range(self.batch + 1, len(want))]
-            scores = e.method("permute", scores, tuple(order))
-        return e.laid_out(scores, fake(self.node)) if _strides_matter(self.node) else scores
 
 
 # What lays out its result without regard to its input.
@@ -169,126 +176,10 @@ _REFUSALS = {
 def _refusal(node: fx.Node) -> str:
     """By whose rules a look-up or a scattered sum refuses an index (`aten.sparse_scores`); empty: not known."""
     name = name_of(node) or ""
-    if (
-        name == "index_add"
-    ):  # what PyTorch raises depends on how many axes there are, and which one it is
+    if name == "index_add":  # what it raises depends on how many axes there are, and which it is
         return "embedding" if fake(node).dim() == 1 else "gather"
     if name == "index_select":
         call = canonical(node)
         inner = call is not None and call["dim"] % fake(node).dim() == 1
         return "gather" if inner else "embedding"
     return _REFUSALS.get(name, "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Addition:
-    """What a node adds to an accumulator: `source` times `scale`, to the places `rows` along `axis`, of two axes to
-    those of `queries` along the other. how: "sum", or how else what meets in one place is reduced."""
-
-    rows: fx.Node
-    source: fx.Node
-    axis: int
-    how: str | None = "sum"
-    scale: Any = 1
-    queries: Any = None
-
-
-def addition(view: GraphView, node: fx.Node, call: Call) -> Addition | None:
-    """The scatter, index_add or accumulating index_put that a node is; None for anything else."""
-    ndim, axis, how = len(view.shape(node)), call.get("dim"), "sum"
-    queries = None
-    match call.name:
-        case "index_add":
-            rows, source = call["index"], call["source"]
-        case "scatter_add" | "scatter" | "scatter_reduce":
-            rows, source, how = call["index"], call["src"], call.get("reduce")
-            how = "sum" if call.name == "scatter_add" or how == "add" else how
-        case "put" if call.get("accumulate") and ndim == 1:
-            rows, source, axis = call["index"], call["source"], 0
-        case "index_put" if call.get("accumulate") and isinstance(call["indices"], (tuple, list)):
-            at = [a for a, i in enumerate(call["indices"]) if i is not None]
-            if len(at) != 1 and not at == [0, 1] == [*range(ndim)]:
-                return None
-            rows, source, axis = call["indices"][at[-1]], call["values"], at[-1]
-            queries = call["indices"][0] if len(at) > 1 else None
-        case _:
-            return None
-    if axis is None or not (view.is_tensor(rows) and view.is_tensor(source)):
-        return None
-    return Addition(rows, source, axis % ndim, how, call.get("alpha", 1), queries)
-
-
-def check_rows(rows: Any, queries: Any, node: fx.Node) -> None:
-    """Raises NoMatch unless the accumulator that `node` adds to has one row for each query."""
-    if same_size(rows, queries):
-        return
-    if static_size(rows) is None or static_size(queries) is None:
-        raise NoMatch(
-            "nothing says that the accumulator has as many rows as there are queries", node
-        )
-    raise NoMatch("the accumulator has rows that belong to no query", node)
-
-
-def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
-    """Raises NoMatch unless `node` accumulates into zeros, and into none that outlive the program."""
-    seen = view.value(accumulator, node) if isinstance(accumulator, fx.Node) else None
-    call = view.call(seen)
-    filled = call is not None and call.inplace and call.name in _CLEARS
-    filler = call.get("value", 0) if call is not None and filled else accumulator
-    added = view.call(node)
-    if added is not None and part_of(view, added) is not None:
-        return  # what it holds stays in it: the scores are added
-    made = view.effects.creator(accumulator) if isinstance(accumulator, fx.Node) else None
-    if view.const(filler, seen if filled else node) != 0:
-        if call is not None and call.name in _SUMS:
-            raise NoMatch("the accumulator holds other sums already: add all up at once", node)
-        raise NoMatch("the accumulator does not start at zero", node)
-    if made is None or added is None or not added.inplace:
-        return
-    if made.op in ("placeholder", "get_attr"):  # a buffer, say: zeroed here, read anywhere
-        raise NoMatch("the accumulator is the caller's, who keeps the scores in it", node)
-
-
-def part_of(view: GraphView, call: Call) -> fx.Node | None:
-    """The part of a tensor made of zeros that an accumulation in place writes, as in `scores[i].index_add_(...)`."""
-    if not call.inplace or view.name_of(call["input"]) not in _PARTS:
-        return None
-    made = view.effects.creator(call["input"])
-    return call["input"] if made is not None and view.const(made) == 0 else None
-
-
-def accumulator_of(view: GraphView, call: Call) -> fx.Node | None:
-    """What an accumulation in place writes, if it is all of a tensor: that before it was cleared, as in
-    `empty(N).zero_()`, or became itself, as in `zeros(N).to(device)`."""
-    if not call.inplace or part_of(view, call) is not None:
-        return None
-    node: fx.Node = call["input"]
-    while (made := view.call(node)) is not None and (
-        (made.inplace and made.name in _CLEARS) or _is_alias(view, node, made)
-    ):
-        node = made["input"]
-    return node
-
-
-def _is_alias(view: GraphView, node: fx.Node, call: Call) -> bool:
-    """Whether a node is all of its input under another name: of the same shape, or the only one who reads it."""
-    x = call.get("input")
-    if call.inplace or call.name not in _ALIASES or not view.is_tensor(x):
-        return False
-    if view.effects.creator(node) is not view.effects.creator(x):
-        return False  # a copy
-    alone = len(x.users) == 1 and same_size(fake(node).numel(), fake(x).numel())
-    return alone or same_geometry(node, x)
-
-
-def names_of(view: GraphView, accumulator: fx.Node, before: fx.Node) -> list[fx.Node]:
-    """The nodes that are the accumulator: itself, what clearing it returned, and its other names."""
-    names = [accumulator]
-    for name in names:
-        for user in name.users:
-            call = view.call(user)
-            if call is None or view.order[user] >= view.order[before]:
-                continue
-            if call.name in _CLEARS or _is_alias(view, user, call):
-                names.append(user)
-    return names

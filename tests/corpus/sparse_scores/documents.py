@@ -165,3 +165,31 @@ def groups_of_queries_of_any_size(c, q):
 def groups_of_queries_and_the_best(c, q):
     """the scores are not written"""
     return torch.sum(c.values * q[..., c.ids], -1).max(-1)
+
+
+@scoring(groups=True, modes=BOTH)
+def groups_that_change_places(c, q):
+    """queries on two axes, scores with the second one first"""
+    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values)
+
+
+@scoring(groups=True)
+def best_of_groups_that_change_places(c, q):
+    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values).topk(K)
+
+
+@scoring(modes=BOTH)
+def terms_before_documents(c, q):
+    """documents stored by row, products in the order of a column"""
+    return (q[:, c.ids].transpose(1, 2) * c.values.t()).sum(1)
+
+
+@scoring(modes=BOTH)
+def queries_and_documents_on_one_axis(c, q):
+    """a sum over rows of all queries, split up afterwards"""
+    return (q[:, c.ids] * c.values).flatten(0, 1).sum(-1).view(len(q), -1)
+
+
+@scoring(groups=True, modes=BOTH)
+def one_of_several_groups(c, q):
+    return (q[1, :, c.ids] * c.values).sum(-1)

@@ -207,11 +207,6 @@ def weights_of_each_group(c, q):
     return (q[..., c.ids] * torch.stack((c.values, c.values * 2))[:, None]).sum(-1)
 
 
-@scoring("no_rewrite", "queries on several axes", groups=True, at='"abnl,nl->ban"')
-def groups_that_change_places(c, q):
-    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values)
-
-
 @scoring("no_rewrite", "the queries of a group are added up", groups=True)
 def groups_added_up(c, q):
     return (q[..., c.ids] * c.values).sum((1, 3))
@@ -223,3 +218,20 @@ def candidates_by_rows_and_columns(c, q):
     candidates = torch.arange(len(q))[:, None] + torch.arange(4)
     rows = torch.arange(len(q))[:, None, None]
     return (q[rows, c.ids[candidates]] * c.values[candidates]).sum(-1)
+
+
+@scoring("maybe", "each product is added as often as the indices name its place")
+def products_that_the_index_repeats(c, q):
+    """one product a query, for four places of the index"""
+    who = torch.arange(B)[:, None].expand(B, 4)
+    products, rows = q[:, c.cols[:1]] * c.vals[:1], torch.zeros(B, 1).long()
+    return torch.zeros(B, N).index_put((who, rows), products, accumulate=True)
+
+
+@scoring("no_rewrite", "differ from query to query", at="picked = picked * picked")
+def powers_of_the_weights(c, q):
+    """squares of squares, which have a million ways up to the query"""
+    picked = q[:, c.ids]
+    for _ in range(20):
+        picked = picked * picked
+    return picked.sum(-1)
