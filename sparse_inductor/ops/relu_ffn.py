@@ -10,8 +10,8 @@ operators:
     relu_ffn_train      also returns the packed activations, at most `capacity(N)` a row
     relu_ffn_backward   every gradient over the same pattern
 
-Exact for every input: a row with more active neurons than the packed format holds takes a dense path of the same
-result. Where the other factor of an inactive neuron is infinite or NaN, the neuron may contribute nothing or a NaN.
+Exact for every input: a row with more active neurons than the packed format holds is computed by products of tiles.
+Where the other factor of an inactive neuron is infinite or NaN, the neuron may contribute nothing or a NaN.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def relu_ffn(
 def capacity(N: int) -> int:
     """Active neurons a row that the packed format holds: a multiple of 32, all of a small N.
 
-    Five times what is worth having packed on average (N / 120 on an H200 in bf16): rows are uneven, and a few
-    rows on the dense path take as long as a tile of them.
+    Twice what is worth having packed on average (N / 45 on an H100 in bf16): rows are uneven, and a few rows that do
+    not fit take as long as a tile of them.
     """
     return min(-(-N // 32) * 32, max(64, -(-N // (22 * 32)) * 32))
 

@@ -123,8 +123,8 @@ def forward(
         return few.forward(x, b)
     up = None if b.up is None else rows_of_table(b.up)
     if packed is None and M > packer.MANY:
-        # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
-        # for them would take longer than to gather for them.
+        # Among so many, one or two with more active neurons than usual are expected, and a tile just for them would
+        # take longer than to gather for them.
         cap *= 2
     with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
     # Nothing lies between the dot products and the weighted rows, which take rows as they come.
