@@ -61,8 +61,7 @@ class RowsMatch:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        alpha = self.found.alpha
-        return (self.found.source, *((alpha,) if isinstance(alpha, fx.Node) else ()))
+        return self.found.inputs
 
     @property
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
@@ -74,13 +73,11 @@ class RowsMatch:
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
-        return (Sparse("probabilities", self.found.node, self.found.dim),)
+        return (self.found.sparse,)
 
     @property
     def note(self) -> str:
-        return f"{self.found.alpha_text}, dim {self.found.dim}" + (
-            f"; {self.found.note}" if self.found.note else ""
-        )
+        return self.found.described(f"dim {self.found.dim}")
 
     def replace(self) -> None:
         found, e = self.found, Emitter(self.anchor)

@@ -10,7 +10,6 @@ The probabilities never exist, so nobody else may read them: where somebody does
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,67 +20,18 @@ from sparse_inductor.example import example_of
 from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
 from sparse_inductor.graph.contraction import PRODUCTS
 from sparse_inductor.graph.emit import Emitter
-from sparse_inductor.graph.fakes import bytes_of, expected_elements
+from sparse_inductor.graph.fakes import expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
-from sparse_inductor.graph.saved import for_the_caller
-from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.chains.family import split_block
 from sparse_inductor.match.entmax.attention import are_probabilities, read_attention, relu_attention
 from sparse_inductor.match.entmax.layout import Attention
 from sparse_inductor.match.entmax.leaves import show_entmax
-from sparse_inductor.pattern import Miss, Sparse
+from sparse_inductor.pattern import Miss
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
-NAME = "entmax_attention"
-OP = "sparse_inductor::entmax_attention"
-
-
-@dataclasses.dataclass
-class AttentionMatch:
-    """A recognised attention, ready to be replaced."""
-
-    found: Attention
-    matched_nodes: tuple[fx.Node, ...]
-    bytes_saved: int | None
-    pattern, op = NAME, OP
-
-    @property
-    def anchor(self) -> fx.Node:
-        return self.found.node
-
-    @property
-    def inputs(self) -> tuple[fx.Node, ...]:
-        return tuple(self.found.inputs)
-
-    @property
-    def reads(self) -> Sequence[tuple[fx.Node, fx.Node]]:
-        return self.found.reads
-
-    @property
-    def settled(self) -> tuple[fx.Node, ...]:
-        return self.found.found.settled
-
-    @property
-    def sparse(self) -> tuple[Sparse, ...]:
-        return (Sparse("probabilities", self.found.found.node, self.found.found.dim),)
-
-    @property
-    def note(self) -> str:
-        found = self.found
-        said = [found.found.alpha_text]
-        said += ["causal"] if found.causal else []
-        said += ["mask"] if found.masks else []
-        said += ["bias"] if found.biases else []
-        said += ["grouped queries"] if found.group else []
-        note = ", ".join(said)
-        return f"{note}; {found.found.note}" if found.found.note else note
-
-    def replace(self) -> None:
-        e = Emitter(self.anchor)
-        out = for_the_caller(self.found.view, e, self.anchor, self.found.emit(e))
-        self.anchor.replace_all_uses_with(out)
+NAME, OP = Attention.pattern, Attention.op
 
 
 class EntmaxAttention(Recogniser):
@@ -95,7 +45,7 @@ class EntmaxAttention(Recogniser):
     def setup(self) -> Callable[[], None]:
         return show_entmax()
 
-    def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
+    def _match(self, node: fx.Node, view: GraphView) -> Attention | Miss | None:
         if view.function_body:
             return None
         if node.op == "output":
@@ -110,18 +60,17 @@ class EntmaxAttention(Recogniser):
         inputs = (found.q.node, found.k.node, found.v.node)
         if not all(view.dtype(t).is_floating_point for t in inputs):
             raise NoMatch("queries, keys or values are no floating-point numbers", node)
-        nodes = matched_nodes(view, found.nodes)
         if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
             _rehearse(found)
-        return AttentionMatch(found, nodes, _bytes_saved(found))
+        return found
 
-    def worth(self, match: AttentionMatch, view: GraphView) -> Worth:
-        probabilities = fake(match.found.found.node)
+    def worth(self, match: Attention, view: GraphView) -> Worth:
+        probabilities = fake(match.found.node)
         return look_up(NAME, probabilities.device, scores=expected_elements(probabilities.shape))
 
     def resolve(
-        self, matches: Sequence[AttentionMatch], view: GraphView
-    ) -> tuple[list[AttentionMatch], list[Miss]]:
+        self, matches: Sequence[Attention], view: GraphView
+    ) -> tuple[list[Attention], list[Miss]]:
         return without_outside_readers(matches, view, _name)
 
 
@@ -131,25 +80,18 @@ def _rehearse(found: Attention) -> None:
     Raises NoMatch.
     """
     try:
-        with Emitter(found.node) as e:
+        with Emitter(found.anchor) as e:
             found.emit(e)
     except Exception as error:
-        raise NoMatch(f"its layout cannot be followed ({error})", found.node) from None
+        raise NoMatch(f"its layout cannot be followed ({error})", found.anchor) from None
 
 
-def _name(match: AttentionMatch, node: fx.Node) -> str:
-    if node is match.found.found.node or node in match.found.path:
+def _name(match: Attention, node: fx.Node) -> str:
+    if node is match.found.node or node in match.path:
         return "the probabilities are"
-    if node in match.found.scores.nodes:
+    if node in match.scores.nodes:
         return "the scores are"
     return result_of(match, node)
-
-
-def _bytes_saved(found: Attention) -> int | None:
-    """What a training step keeps of the probabilities."""
-    if not torch.is_grad_enabled() or not fake(found.node).requires_grad:
-        return 0
-    return bytes_of(found.found.node)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

@@ -116,7 +116,7 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
                 return list(axes)
             raise NoMatch(f"the result of {label(call['input'])} is broadcast", node)
         case _:
-            return _regrouped(before, view.shape(node), axes, node)
+            return regrouped(before, view.shape(node), axes, node)
 
 
 def before(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
@@ -184,7 +184,7 @@ def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -
     return before
 
 
-def _regrouped(before: tuple, after: tuple, axes: Sequence[Axis], node: fx.Node) -> list[Axis]:
+def regrouped(before: tuple, after: tuple, axes: Sequence[Axis], node: fx.Node) -> list[Axis]:
     """reshape: axes of one element do not count; the rest is matched from both ends, then by products."""
     result: list[Axis] = [()] * len(before)
     b = [i for i, s in enumerate(before) if not same_size(s, 1)]

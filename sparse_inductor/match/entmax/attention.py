@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals
+from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals, regrouped
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.no_match import NoMatch
 from ...graph.values import made_of_parameters, rounds
@@ -60,7 +60,7 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         if found is None:
             continue
         try:
-            return _Reader(view, node, product, p, v, atoms, found).read()
+            return _Reader(view, product, p, v, atoms, found).read()
         except NoMatch:
             if _is_gate(view, found, p, v):
                 return None
@@ -113,23 +113,19 @@ def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     return "rectified scores: nothing makes the rows sum to one, as entmax does"
 
 
+@dataclasses.dataclass
 class _Reader:
-    """Reads one attention."""
+    """Reads one attention: the product of probabilities `p` and values, whose axes are `atoms`."""
 
-    def __init__(
-        self,
-        view: GraphView,
-        node: fx.Node,
-        product: Contraction,
-        p: Operand,
-        v: Operand,
-        atoms: dict[str, Atom],
-        probabilities: Probabilities,
-    ):
-        self.view, self.node, self.product = view, node, product
-        self.p, self.values, self.atoms = p, v, atoms
-        self.probabilities, self.found = probabilities, probabilities.found
-        self.axes, self.path = probabilities.axes, probabilities.nodes
+    view: GraphView
+    product: Contraction
+    p: Operand
+    values: Operand
+    atoms: dict[str, Atom]
+    probabilities: Probabilities
+
+    def __post_init__(self) -> None:
+        self.node, self.found = self.product.node, self.probabilities.found
 
     def read(self) -> Attention:
         view, found, product = self.view, self.found, self.product
@@ -138,7 +134,7 @@ class _Reader:
             raise NoMatch("the values are not summed over one axis of the probabilities", self.node)
         (letter,) = summed
         # Atoms may be split while the scores are read: look at them afterwards.
-        scores = read_scores(view, found.source, found.reader, self.axes)
+        scores = read_scores(view, found.source, found.reader, self.probabilities.axes)
         if found.scale != 1:
             scores = scaled(scores, found.scale, found.node)
             low = torch.finfo(view.dtype(found.source)).min
@@ -150,7 +146,7 @@ class _Reader:
             raise NoMatch("the scores are no product over one axis", qk.node)
         operands = self._operands(scores)
         keys = list(flat((self.atoms[letter],)))
-        if list(flat(self.axes[found.dim])) != keys:
+        if list(flat(self.probabilities.axes[found.dim])) != keys:
             raise NoMatch(
                 "it is normalised over another axis than the values are summed over", found.node
             )
@@ -189,44 +185,31 @@ class _Reader:
     ) -> list[Axis]:
         """Axes above what keeps every value, or repeats along axes of one element, or along a whole axis."""
         sizes, after = view.shape(call["input"]), view.shape(node)
-        new = len(after) - len(sizes)
         if call.name in SPREADS:
-            return [() if same_size(b, 1) else axis for b, axis in zip(sizes, axes[new:])]
+            last = axes[len(after) - len(sizes) :]
+            return [() if same_size(size, 1) else axis for size, axis in zip(sizes, last)]
         if call.name == "repeat_interleave":
             dim, times = call.get("dim"), call["repeats"]
-            if isinstance(dim, int) and isinstance(times, int):
-                return self._divided(axes, dim % len(axes), (sizes[dim], times))
-        elif call.name == "repeat":
-            many = [i for i, s in enumerate(after) if i < new or not same_size(s, sizes[i - new])]
-            if len(many) == 1 and many[0] >= new:
-                dim = many[0]
-                times = call["sizes"][dim]
-                if isinstance(times, int):
-                    return self._divided(axes, dim, (times, sizes[dim - new]), keep=1)[new:]
-        return before(view, node, call, axes)
-
-    def _divided(
-        self, axes: Sequence[Axis], dim: int, sizes: tuple[Any, Any], keep: int = 0
-    ) -> list[Axis]:
-        """The axis `dim` is two, of which the tensor before the repetition has one."""
-        parts = list(flat(axes[dim]))
-        if len(parts) == 1:
-            parts[0].parts = (Atom(sizes[0]), Atom(sizes[1]))
-            parts = list(parts[0].parts)
-        own = [atom for atom in parts if not same_size(atom.size, 1)]
-        for cut in range(len(own) + 1):
-            pieces = own[:cut], own[cut:]
-            if all(
-                same_size(math.prod(a.size for a in piece), size)
-                for piece, size in zip(pieces, sizes)
-            ):
-                return [*axes[:dim], tuple(pieces[keep]), *axes[dim + 1 :]]
-        raise NoMatch("not a repetition of heads")
+            at = dim % len(axes) + 1 if isinstance(dim, int) else None  # it is the inner axis
+        elif call.name == "repeat" and len(after) == len(sizes):
+            many = [d for d in range(len(axes)) if not same_size(after[d], sizes[d])]
+            at = many[0] if len(many) == 1 else None
+            times = None if at is None else call["sizes"][at]
+        else:
+            return before(view, node, call, axes)
+        if at is None or not isinstance(times, int):
+            raise NoMatch("not a repetition of heads", node)
+        apart = regrouped((*sizes[:at], times, *sizes[at:]), after, axes, node)
+        return [*apart[:at], *apart[at + 1 :]]
 
     def _roles(
         self, scores: Scores, q: Placed, k: Placed, v: Placed, keys: list[Atom]
     ) -> Attention:
-        masks, biases, fill, added, alpha = self._beside(scores)  # may split atoms
+        # These may split atoms.
+        masks, biases, fill, added = self._beside(scores)
+        alpha = None
+        if self.view.is_tensor(self.found.alpha):
+            alpha = beside(self.view, self.found.alpha, self.probabilities.axes, self.found.reader)
         in_q, in_k, in_v = (set(t.atoms) for t in (q, k, v))
         rows = [
             atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
@@ -266,10 +249,11 @@ class _Reader:
             out_axes=_axes(self.product, self.atoms), batch=batch, shared=shared, group=group, queries=query,
             keys=keys, width=width, alpha=alpha, masks=masks, biases=biases,
             fill=-math.inf if fill is None else fill, causal=causal, added=added,
-            undefined="" if again else self.found.undefined, after=after, path=self.path, dtype=torch.float32,
+            undefined="" if again else self.found.undefined, after=after,
+            path=self.probabilities.nodes, dtype=torch.float32,
         )  # fmt: skip
         attention.dtype = self._settle_dtype(attention)
-        for n in (n for n in self.path if self.view.name_of(n) == "cast"):
+        for n in (n for n in self.probabilities.nodes if self.view.name_of(n) == "cast"):
             to = self.view.dtype(n)
             if not to.is_floating_point or rounds(to, attention.dtype):
                 raise NoMatch(f"the probabilities are rounded to {to}", n)
@@ -278,26 +262,16 @@ class _Reader:
 
     def _query(self, alone: list[Atom], keys: list[Atom], beside: Iterable[Placed]) -> list[Atom]:
         """Which of the axes that only queries have is their position: the last, unless a mask relates another
-        one to the keys."""
-        for p in beside:
-            related = [a for a in alone if a in p.atoms]
-            if len(related) == 1 and set(keys) <= set(p.atoms):
-                return self._together(related[0], alone)
-        return self._together(alone[-1], alone) if alone else []
-
-    def _together(self, atom: Atom, alone: list[Atom]) -> list[Atom]:
-        """Those of the atoms that the probabilities have in one axis with `atom`."""
+        one to the keys. What the probabilities have in one axis with it belongs to it."""
+        over_keys = (p for p in beside if set(keys) <= set(p.atoms))
+        related = [[a for a in alone if a in p.atoms] for p in over_keys]
+        (position,) = next((found for found in related if len(found) == 1), alone[-1:]) or (None,)
         axes = [flat(axis) for axis in _axes(self.p, self.atoms)]
-        return [a for axis in axes if atom in axis for a in axis if a in alone]
+        return [a for axis in axes if position in axis for a in axis if a in alone]
 
-    def _beside(
-        self, scores: Scores
-    ) -> tuple[list[Placed], list[Placed], float | None, bool, Placed | None]:
-        """Masks, biases, the fill, whether it was added, alpha; an added mask joins the others where that is exact."""
-        view, found = self.view, self.found
-        alpha = None
-        if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
-            alpha = beside(view, found.alpha, self.axes, found.reader)
+    def _beside(self, scores: Scores) -> tuple[list[Placed], list[Placed], float | None, bool]:
+        """Masks, biases, the fill, whether it was added; an added mask joins the others where that is exact."""
+        view = self.view
         masks, fill, added = list(scores.masks), scores.fill, False
         biases: list[Placed] = []
         for bias in scores.biases:
@@ -316,20 +290,17 @@ class _Reader:
                 raise NoMatch("scores that have a floor are masked or biased once more", later)
             else:
                 biases.append(bias)
-        return masks, biases, fill, added, alpha
+        return masks, biases, fill, added
 
     def _settle_dtype(self, a: Attention) -> torch.dtype:
         """What the operator computes in: 16 bits where both products do, or their operands were only widened."""
         view = self.view
         first, second = view.dtype(a.scores.product.node), view.dtype(self.node)
-        if first == second:
-            return first
-        narrow, wide = sorted((first, second), key=lambda d: d.itemsize)
-        if first == wide:
-            q, k = _narrow(view, a.q, narrow), _narrow(view, a.k, narrow)
+        if second.itemsize < first.itemsize:
+            q, k = (_narrow(view, t, second) for t in (a.q, a.k))
             if q is not None and k is not None:
                 a.q, a.k = q, k
-                return narrow
+                return second
         return torch.promote_types(first, second)
 
     def _check(self, a: Attention) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -17,8 +18,12 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.contraction import Contraction
 from ...graph.emit import Emitter, own_operator
+from ...graph.fakes import bytes_of
 from ...graph.layout import laid_out, size_of
+from ...graph.saved import for_the_caller
+from ...graph.values import matched_nodes
 from ...graph.view import GraphView, fake
+from ...pattern import Sparse
 from .scores import ABSORBS, Scores
 from .transform import Transform, above_one
 
@@ -27,7 +32,9 @@ WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and ke
 
 @dataclasses.dataclass
 class Attention:
-    """A whole attention; `emit` puts the operator in."""
+    """A whole attention, as a match of the pattern; `emit` puts the operator in."""
+
+    pattern, op = "entmax_attention", "sparse_inductor::entmax_attention"
 
     view: GraphView
     product: Contraction  # of probabilities and values
@@ -55,20 +62,21 @@ class Attention:
     dtype: torch.dtype
 
     @property
-    def node(self) -> fx.Node:
+    def anchor(self) -> fx.Node:
         return self.product.node
 
-    @property
-    def nodes(self) -> list[fx.Node]:
-        return [*self.product.nodes, *self.path, *self.found.nodes, *self.scores.nodes]
+    @functools.cached_property
+    def matched_nodes(self) -> tuple[fx.Node, ...]:
+        nodes = [*self.product.nodes, *self.path, *self.found.nodes, *self.scores.nodes]
+        return matched_nodes(self.view, nodes)
 
     @property
     def heads(self) -> list[Atom]:
         return self.shared + self.group
 
     @property
-    def inputs(self) -> list[fx.Node]:
-        return list(dict.fromkeys(node for node, _ in self.reads))
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(dict.fromkeys(node for node, _ in self.reads))
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
@@ -79,7 +87,35 @@ class Attention:
         operands = [self.q, self.k, self.v, *(p for p in beside if isinstance(p, Placed))]
         return [read for t in operands for read in t.reads]
 
+    @property
+    def settled(self) -> tuple[fx.Node, ...]:
+        return self.found.settled
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        return (self.found.sparse,)
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """What a training step keeps of the probabilities."""
+        return bytes_of(self.found.node) if self.view.needs_grad(self.anchor) else 0
+
+    @property
+    def note(self) -> str:
+        has = {
+            "causal": self.causal,
+            "mask": self.masks,
+            "bias": self.biases,
+            "grouped queries": self.group,
+        }
+        return self.found.described(*(what for what, present in has.items() if present))
+
     # Emission
+
+    def replace(self) -> None:
+        e = Emitter(self.anchor)
+        out = for_the_caller(self.view, e, self.anchor, self.emit(e))
+        self.anchor.replace_all_uses_with(out)
 
     def emit(self, e: Emitter) -> fx.Node:
         """Insert the operator; returns what has the shape and dtype of the user's result."""
@@ -102,7 +138,7 @@ class Attention:
             number, self.scores.scale, None if self.fill == -math.inf else self.fill,
             self.causal, self.added, self.undefined,
         )  # fmt: skip
-        out = e.cast(self._changed(e, out), fake(self.node).dtype)
+        out = e.cast(self._changed(e, out), fake(self.anchor).dtype)
         return self._as_user_has_it(e, out)
 
     def _changed(self, e: Emitter, out: fx.Node) -> fx.Node:
@@ -208,14 +244,14 @@ class Attention:
     def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
         """[B, H, Lq, Dv] in the axes of the user's result."""
         groups = (self.batch, self.heads, self.queries, self.width)
-        have = Placed(out, self.node, tuple(tuple(group) for group in groups))
+        have = Placed(out, self.anchor, tuple(tuple(group) for group in groups))
         out = self._laid_out(e, have, [flat(axis) for axis in self.out_axes])
         if self.product.scale != 1:
             out = e.call(operator.mul, out, self.product.scale)
         if self.product.bias is not None:
             bias, factor = self.product.bias
-            bias = e.cast(bias, fake(self.node).dtype)
+            bias = e.cast(bias, fake(self.anchor).dtype)
             out = e.call(
                 operator.add, out, bias if factor == 1 else e.call(operator.mul, bias, factor)
             )
-        return e.laid_out(out, fake(self.node))
+        return e.laid_out(out, fake(self.anchor))

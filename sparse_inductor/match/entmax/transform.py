@@ -26,6 +26,7 @@ from ...graph.trial import Region, region
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, SPREADS
+from ...pattern import Sparse
 from .form import ENDS, Candidate, Form, form, unshifted
 from .trial import Trial
 
@@ -69,10 +70,19 @@ class Transform:
     written_out: bool = False
 
     @property
-    def alpha_text(self) -> str:
-        """What a record says of alpha."""
-        text = "alpha is a tensor" if isinstance(self.alpha, fx.Node) else f"alpha {self.alpha:g}"
-        return text if self.scale == 1 else f"{text}, scores times {self.scale:g}"
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return (self.source, self.alpha) if isinstance(self.alpha, fx.Node) else (self.source,)
+
+    @property
+    def sparse(self) -> Sparse:
+        return Sparse("probabilities", self.node, self.dim)
+
+    def described(self, *more: str) -> str:
+        """What a record says of it."""
+        alpha = "is a tensor" if isinstance(self.alpha, fx.Node) else f"{self.alpha:g}"
+        scaled = () if self.scale == 1 else (f"scores times {self.scale:g}",)
+        text = ", ".join((f"alpha {alpha}", *scaled, *more))
+        return f"{text}; {self.note}" if self.note else text
 
 
 @remembered
