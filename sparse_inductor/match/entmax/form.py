@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps
 from ...graph.values import drowns
@@ -70,7 +71,8 @@ def form(view: GraphView, node: fx.Node) -> Form | None:
     """The form of `node`, if it has one."""
     call = view.call(node)
     if call is not None and call.name in ("div", "normalize"):
-        inner = _normalised(view, node, call)
+        normalised = own_sum(view, node, call)
+        inner = None if normalised is None else view.value(normalised[0], node)
         if inner is None:
             return None
         node, call = inner, view.call(inner)
@@ -100,20 +102,12 @@ def form(view: GraphView, node: fx.Node) -> Form | None:
         seen = view.value(difference, reader)
         if seen is None or not view.is_tensor(seen):
             return None
-        difference, call = seen, view.call(seen)
+        difference = seen
         step = constant_factor(view, difference)
         if step is None:
             break
         reader, difference, factor = difference, step[0], factor * step[1]
-    if call is None or call.name not in ("sub", "add") or call.get("alpha", 1) not in (1, -1):
-        return None
-    a, tau = call["input"], call["other"]
-    if not (view.is_tensor(a) and view.is_tensor(tau)):
-        return None
-    dim = row_axis(view, a, tau)
-    if dim is None and call.name == "add" and call.get("alpha", 1) == 1:
-        a, tau = tau, a
-        dim = row_axis(view, a, tau)
+    a, dim = _shift(view, difference) or (difference, None)
     if dim is None:
         return None
     candidates = tuple(_scores(view, a, difference, factor, dim, alpha))
@@ -146,25 +140,29 @@ def _alpha_of_gap(view: GraphView, gap: Any) -> fx.Node | None:
     return view.value(call["input"], gap)
 
 
-def _normalised(view: GraphView, node: fx.Node, call: Any) -> fx.Node | None:
-    """P of P / P.sum(dim, keepdim=True), whatever guards the quotient."""
+_OF_A_SUM = frozenset("unsqueeze clamp clamp_min add maximum getitem expand expand_as".split())
+
+
+def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[fx.Node]] | None:
+    """(P, what the divisor is made of, its last node first and the sum last) of P / P.sum(), whatever guards the
+    quotient; a `normalize` has no divisor of its own. None for anything else."""
+    p, total = call["input"], call.get("other")
     if call.name == "normalize":
-        return view.value(call["input"], node) if call.get("p", 2.0) == 1 else None
-    p, total = call["input"], call["other"]
-    if not (view.is_tensor(p) and view.is_tensor(total)) or call.get("rounding_mode") is not None:
+        return (p, []) if call.get("p", 2.0) == 1 else None
+    if call.name != "div" or call.get("rounding_mode") is not None or not view.is_tensor(p):
         return None
-    for _ in range(5):
-        inner = view.call(total)
-        if inner is None:
+    nodes = [node]
+    while len(nodes) <= 5 and view.is_tensor(total):
+        seen = view.value(total, nodes[-1])
+        inner = view.call(seen)
+        if seen is None or inner is None:
             return None
+        nodes.append(seen)
+        total = inner.get("input")
         if inner.name == "sum":
-            same = inner["input"] is p or view.same_value(p, inner["input"])
-            return view.value(p, node) if same else None
-        if inner.name not in (
-            "unsqueeze", "clamp", "clamp_min", "add", "maximum", "getitem", "expand", "expand_as",
-        ):  # fmt: skip
+            return (p, nodes[1:]) if view.same_read(p, node, total, seen) else None
+        if inner.name not in _OF_A_SUM:
             return None
-        total = inner["input"]
     return None
 
 
@@ -243,24 +241,20 @@ def _scores(
         call = view.call(a)
         if call is None:
             return
-        if call.name in ("mul", "div"):
-            step = constant_factor(view, a)
-            if step is not None:
-                reader, seen, factor = a, view.value(step[0], a), factor * step[1]
-                continue
-            x = _times_gap(view, call, alpha)
-            if x is None:
-                return
-            reader, seen, gaps = a, view.value(x, a), gaps + 1
-        elif (shifted := _shift(view, a, dim)) is not None:
-            reader, seen = a, view.value(shifted, a)
+        if (step := constant_factor(view, a)) is not None:
+            x, factor = step[0], factor * step[1]
+        elif (gap := _times_gap(view, call, alpha)) is not None:
+            x, gaps = gap, gaps + 1
+        elif (shifted := _shift(view, a)) is not None and shifted[1] in (None, dim):
+            x = shifted[0]
         elif call.name in COPIES:
-            reader, seen = a, view.value(call["input"], a)
+            x = call["input"]
         else:
             return
+        reader, seen = a, view.value(x, a)
 
 
-def _times_gap(view: GraphView, call: Any, alpha: fx.Node | None) -> fx.Node | None:
+def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | None:
     """x of x * (alpha - 1)"""
     if alpha is None or call.name != "mul":
         return None
@@ -271,25 +265,30 @@ def _times_gap(view: GraphView, call: Any, alpha: fx.Node | None) -> fx.Node | N
     return None
 
 
-def _shift(view: GraphView, node: fx.Node, dim: int) -> fx.Node | None:
-    """x of x - s, x + s where s is a number or has one value a row."""
+def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None] | None:
+    """(x, the rows' axis) of x - s, x + s and s + x where s has one value a row; no axis where s is a number."""
     call = view.call(node)
-    if call is None or call.name not in ("sub", "add") or not view.is_tensor(call["input"]):
+    if call is None or call.name not in ("sub", "add"):
         return None
-    shift = call["other"]
-    number = view.const(shift, node)
-    if number is not None:
-        return None if drowns(number, view.dtype(node)) else call["input"]
-    uniform = view.is_tensor(shift) and row_axis(view, call["input"], shift) == dim
-    return call["input"] if uniform else None
+    commutes = call.name == "add" and call.get("alpha", 1) == 1
+    for x, shift in call.both_ways[: 2 if commutes else 1]:
+        if not view.is_tensor(x) or not view.same_shape(x, node):
+            continue
+        number = view.const(shift, node)
+        if number is not None:
+            return None if drowns(number, view.dtype(node)) else (x, None)
+        dim = row_axis(view, x, shift) if view.is_tensor(shift) else None
+        if dim is not None:
+            return x, dim
+    return None
 
 
 def unshifted(view: GraphView, source: fx.Node, reader: fx.Node, dim: int) -> list[Candidate]:
     """`source`, and what it was before a value a row was subtracted: entmax does not see the difference."""
     found = [Candidate(source, reader, 1.0, 0)]
     while (seen := view.value(found[-1].source, found[-1].reader)) is not None:
-        x = _shift(view, seen, dim)
-        if x is None:
+        shifted = _shift(view, seen)
+        if shifted is None or shifted[1] not in (None, dim):
             break
-        found.append(Candidate(x, seen, 1.0, 0))
+        found.append(Candidate(shifted[0], seen, 1.0, 0))
     return found

@@ -27,6 +27,7 @@ from ...graph.selection import selections
 from ...graph.values import extreme
 from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
+from .form import own_sum
 from .masks import conjuncts, moderate, zero_or_one
 from .transform import Transform, transform
 
@@ -87,7 +88,7 @@ def read_probabilities(
         if found is not None:
             for total in sums:
                 if flat(total.axis) != flat(axes[found.dim]):
-                    raise NoMatch(_why_changed("div"), total.node)
+                    raise _changed_by(view, total.node)
             return Probabilities(found, axes, nodes, again, factors)
         call = view.call(node)
         if call is None:
@@ -116,7 +117,7 @@ def read_probabilities(
             x = None
         if not view.is_tensor(x):
             if told and _entmax_above(view, node) is not None:
-                raise NoMatch(_why_changed(call.name), node)
+                raise _changed_by(view, node)
             return None
         if call.name in VIEWS:
             try:
@@ -195,43 +196,35 @@ class _Sum:
 
 def _own_sum(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> _Sum | None:
     """The values that a node divides by their sum over one axis; None where it does not."""
-    x = call.get("input")
-    if call.name == "normalize":
-        dim = call.get("dim", 1)
-        if call.get("p", 2.0) != 1 or not isinstance(dim, int) or len(node.args) > 3:
-            return None
-        return None if "eps" in node.kwargs else _Sum(node, x, axes[dim % len(axes)], [], True)
-    below = call.get("other")
-    if call.name != "div" or call.get("rounding_mode") is not None or not view.is_tensor(below):
+    if call.name not in ("div", "normalize") or (found := own_sum(view, node, call)) is None:
         return None
-    nodes: list[fx.Node] = []
-    guarded = False
-    reader = node
-    for _ in range(4):
-        if (seen := view.value(below, reader)) is None or (c := view.call(seen)) is None:
-            return None
-        nodes.append(seen)
-        below, reader = c.get("input"), seen
-        if c.name in ("clamp_min", "clamp") and c.get("max") is None:
-            low = view.const(c["min"], seen)
-            if low is None or not 0 < low <= _FLOOR:
-                return None
-            guarded = True
-        elif c.name == "add" and c.get("alpha", 1) == 1:
-            small = view.const(c["other"], seen)
-            if small is None or not 0 < small <= _lost(view.dtype(node)):
-                return None
-            guarded = True
-        elif c.name == "sum" and c.get("keepdim") is True:
-            dim = sole(c.get("dim"))
-            if not isinstance(dim, int) or len(view.shape(seen)) != len(axes):
-                return None
-            if not view.same_read(x, node, below, seen):
-                return None
-            return _Sum(node, x, axes[dim % len(axes)], nodes, guarded)
-        else:
-            return None
-    return None
+    x, nodes = found
+    if not nodes:
+        dim, own_guard = call.get("dim", 1), len(node.args) > 3 or "eps" in node.kwargs
+        fixed = isinstance(dim, int) and not own_guard
+        return None if not fixed else _Sum(node, x, axes[dim % len(axes)], nodes, True)
+    *guards, total = nodes
+    summed = view.call(total)
+    assert summed is not None
+    dim = sole(summed.get("dim"))
+    along = summed.get("keepdim") is True and isinstance(dim, int)
+    if not along or len(view.shape(total)) != len(axes):
+        return None
+    if not all(_guards(view, guard, view.dtype(node)) for guard in guards):
+        return None
+    return _Sum(node, x, axes[dim % len(axes)], nodes, bool(guards))
+
+
+def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node changes a sum of zero alone: what it adds is lost in a sum of one, or its floor is below that."""
+    call = view.call(node)
+    if call is not None and call.name in ("clamp_min", "clamp") and call.get("max") is None:
+        low = view.const(call["min"], node)
+        return low is not None and 0 < low <= _FLOOR
+    if call is not None and call.name == "add" and call.get("alpha", 1) == 1:
+        small = view.const(call["other"], node)
+        return small is not None and 0 < small <= _lost(dtype)
+    return False
 
 
 def _lost(dtype: torch.dtype) -> float:
@@ -287,14 +280,10 @@ def _multiplied(
 
 
 def _changed_by(view: GraphView, node: fx.Node) -> NoMatch:
-    return NoMatch(_why_changed(view.name_of(node) or "an operation"), node)
-
-
-def _why_changed(name: str) -> str:
-    """The reason to give where an operation between the two changes probabilities."""
+    name = view.name_of(node) or "an operation"
     if name == "dropout":
-        return "dropout is active between the probabilities and the values"
-    return f"{name} changes the probabilities before they weigh the values"
+        return NoMatch("dropout is active between the probabilities and the values", node)
+    return NoMatch(f"{name} changes the probabilities before they weigh the values", node)
 
 
 def _entmax_above(view: GraphView, node: fx.Node) -> fx.Node | None:
