@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...graph.axes import Placed, above, beside, flat
+from ...graph.axes import Axis, Placed, above, beside, flat
 from ...graph.fakes import same_size, same_sizes
 from ...graph.indices import only_slices
+from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import constant_factor
 from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
-from ...graph.values import integer, progression, rounds
+from ...graph.values import integer, progression
 from ...graph.view import GraphView, rounded
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
@@ -29,33 +31,24 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     call = view.call(mask.node)
     if call is None or call.inplace:
         return [mask]
+    of, negate, axes = [call.get("input")], mask.negate, mask.axes
     if call.name in NEGATIONS:
-        return _through(view, mask, call["input"], negate=not mask.negate)
-    if call.name == ("or_" if mask.negate else "and_") and all(
-        view.is_tensor(call[k]) and view.dtype(call[k]) == torch.bool for k in ("input", "other")
-    ):
-        return _through(view, mask, call["input"]) + _through(view, mask, call["other"])
-    if call.name in VIEWS and view.is_tensor(call["input"]):
+        negate = not negate
+    elif call.name == ("or_" if negate else "and_"):
+        of.append(call["other"])
+    elif call.name in VIEWS and view.name_of(of[0]) in NEGATIONS | {"and_", "or_"}:
         try:
-            axes = above(view, mask.node, call, mask.axes)
+            axes = tuple(above(view, mask.node, call, axes))
         except NoMatch:
             return [mask]
-        inner = view.value(call["input"], mask.node)
-        if inner is None or view.name_of(inner) not in NEGATIONS | {"and_", "or_"}:
-            return [mask]
-        return conjuncts(
-            view,
-            dataclasses.replace(mask, node=inner, reader=mask.node, axes=tuple(axes)),
-        )
-    return [mask]
-
-
-def _through(view: GraphView, mask: Placed, x: Any, **changes: Any) -> list[Placed]:
-    if view.value(x, mask.node) is None or view.dtype(x) != torch.bool:
+    else:
         return [mask]
-    inner = beside(view, x, mask.axes, mask.node)
-    changes |= {"node": inner.node, "reader": mask.node, "axes": inner.axes}
-    return conjuncts(view, dataclasses.replace(mask, **changes))
+    for x in of:
+        boolean = view.is_tensor(x) and view.dtype(x) == torch.bool
+        if not boolean or view.value(x, mask.node) is None:
+            return [mask]
+    inner = [beside(view, x, axes, mask.node, negate=negate) for x in of]
+    return [part for one in inner for part in conjuncts(view, one)]
 
 
 def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
@@ -64,32 +57,27 @@ def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> b
         return False
     if flat(mask.axes[-2]) != queries or flat(mask.axes[-1]) != keys:
         return False
-    return _triangle(view, mask.node, mask.negate) or _computes_triangle(view, mask)
+    if _triangle(view, mask.node, mask.negate):
+        return True
+    keep = _kept(view, mask)  # made of nothing but numbers: computed, and looked at
+    if keep is None:
+        return False
+    rows, columns = keep.shape[-2:]
+    return bool((keep == torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)).all())
 
 
 def keeps_all(view: GraphView, mask: Placed) -> bool:
     """Whether a mask provably keeps every key, as one does that tells the documents of a sequence apart by positions
     that count through."""
-    node = _bare(view, mask.node)
+    node, _ = view.original(mask.node, COPIES | {"cast"})
     call = view.call(node)
     if call is not None and call.name == "eq" and not mask.negate:
-        sides = call["input"], call["other"]
-        values = [_computed(view, x) if view.is_tensor(x) else None for x in sides]
-        if all(v is not None and v.numel() for v in values):
-            one = torch.cat([v.flatten() for v in values if v is not None])
+        sides = [_computed(view, x) if view.is_tensor(x) else None for x in call.both_ways[0]]
+        if all(side is not None and side.numel() for side in sides):
+            one = torch.cat([side.flatten() for side in sides if side is not None])
             return bool((one == one[0]).all())
-    keep = _kept(view, node, mask.negate)
+    keep = _kept(view, mask)
     return keep is not None and bool(keep.all())
-
-
-def _bare(view: GraphView, node: fx.Node) -> fx.Node:
-    """What a boolean was before it was copied."""
-    while (call := view.call(node)) is not None and call.name in COPIES | {"cast"}:
-        x = view.value(call["input"], node) if view.is_tensor(call["input"]) else None
-        if call.inplace or x is None or view.dtype(x) != torch.bool:
-            break
-        node = x
-    return node
 
 
 def keeps_a_key(view: GraphView, mask: Placed) -> bool:
@@ -101,36 +89,31 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
     square = all(len(s) > 1 and same_size(s[-1], s[-2]) for s in shapes)
     if square and all(_triangle(view, part.node, part.negate) for part in parts):
         return True
-    keep = _kept(view, mask.node, mask.negate)
+    keep = _kept(view, mask)
     return keep is not None and bool(keep.any(-1).all())
 
 
 def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
     """The spellings whose sizes need not be numbers."""
+    node, _ = view.original(node, COPIES | {"cast"})
     call = view.call(node)
     if call is None:
         return False
     shape = view.shape(node)
     offset = shape[-1] - shape[-2] if len(shape) >= 2 else 0
-    x = call.get("input")
-    if view.is_tensor(x):
-        x = view.value(x, node)
+    x = view.value(call["input"], node) if view.is_tensor(call.get("input")) else None
     match call.name:
-        case "invert" | "logical_not":
+        case "invert" | "logical_not" if x is not None:
             return _triangle(view, x, not negate)
-        case "eq" | "ne" | "gt" if view.const(call["other"], node) == 0 and view.is_tensor(x):
+        case "eq" | "ne" | "gt" if x is not None and view.const(call["other"], node) == 0:
             return _triangle(view, x, negate ^ (call.name == "eq"))
-        case name if name == "cast" or name in COPIES:
-            return view.is_tensor(x) and _triangle(view, x, negate)
-        case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as":
-            ordered = call.name != "getitem" or only_slices(call["index"])
-            if not view.is_tensor(x) or not ordered:
-                return False
+        case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as" if x is not None:
             inner = view.shape(x)
             kept = len(inner) >= 2 and same_sizes(inner[-2:], shape[-2:])
-            return kept and _triangle(view, x, negate)
+            ordered = call.name != "getitem" or only_slices(call["index"])
+            return kept and ordered and _triangle(view, x, negate)
         case "tril" | "triu":
-            filled = view.const(x, node)
+            filled = view.const(call["input"], node)
             diagonal = integer(view, call.get("diagonal", 0), node)
             if filled is None or filled == 0 or diagonal is None:
                 return False
@@ -141,7 +124,7 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
     return False
 
 
-def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: Any) -> bool:
+def _compared(view: GraphView, node: fx.Node, call: Call, negate: bool, offset: Any) -> bool:
     """key position <= query position"""
     large, small, ties = call.ordered(negate)
     queries, keys = (_positions(view, x, node) for x in (large, small))
@@ -174,29 +157,21 @@ def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
     return None
 
 
-def _computes_triangle(view: GraphView, mask: Placed) -> bool:
-    """A mask made of nothing but numbers is computed and looked at."""
-    keep = _kept(view, mask.node, mask.negate)
-    if keep is None:
-        return False
-    rows, columns = keep.shape[-2:]
-    return bool((keep == torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)).all())
-
-
-def _kept(view: GraphView, node: fx.Node, negate: bool) -> torch.Tensor | None:
+def _kept(view: GraphView, mask: Placed) -> torch.Tensor | None:
     """Where a mask that is made of nothing but numbers keeps keys."""
-    value = _computed(view, node)
-    return None if value is None else (value != 0) != negate
+    value = _computed(view, mask.node)
+    return None if value is None else (value != 0) != mask.negate
 
 
 def as_mask(view: GraphView, bias: Placed) -> Placed | None:
     """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
     if bias.fill is not None or bias.times:
         return bias if bias.fill is not None else None
-    found = _masked_zeros(view, bias) or _constant(view, bias)
-    if found is None or found.fill is None or bias.floor is None:
-        return found
-    return dataclasses.replace(found, fill=max(found.fill, bias.floor), floor=None)
+    found = _masked_zeros(view, bias.node, bias.axes) or _constant(view, bias)
+    if found is None or found.fill is None or not found.fill * bias.factor <= -1e30:
+        return None
+    fill = found.fill * bias.factor
+    return dataclasses.replace(found, fill=fill if bias.floor is None else max(fill, bias.floor))
 
 
 def moderate(view: GraphView, bias: Placed) -> bool:
@@ -221,79 +196,57 @@ def moderate(view: GraphView, bias: Placed) -> bool:
 
 
 def _constant(view: GraphView, bias: Placed) -> Placed | None:
-    """A bias made of nothing but numbers, of which there are two."""
+    """A bias made of nothing but numbers, of which there are two, before it is multiplied by its factor."""
     value = _computed(view, bias.node)
     if value is None or not value.is_floating_point():
         return None
-    fill = rounded(float(value.min()), view.dtype(bias.node)) * bias.factor
     two = bool(((value == 0) | (value == value.min())).all())
-    if not two or not fill <= -1e30:
+    fill = rounded(float(value.min()), view.dtype(bias.node))
+    return Placed(bias.node, bias.reader, bias.axes, negate=True, fill=fill) if two else None
+
+
+def _masked_zeros(view: GraphView, node: fx.Node, axes: Sequence[Axis]) -> Placed | None:
+    """The mask that a node is which is 0 where keys are kept and one number, its fill, elsewhere."""
+    call = view.call(node)
+    if call is None:
         return None
-    return dataclasses.replace(bias, factor=1.0, negate=True, fill=fill)
-
-
-def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
-    node, factor = bias.node, bias.factor
-    axes = bias.axes
-    casts: list[tuple[float, torch.dtype]] = []  # those that round, each with the factor after it
-    for _ in range(12):
-        call = view.call(node)
-        if call is None:
+    if (mask := _zeros_where(view, node, call, axes)) is not None:
+        return mask
+    x, by = call.get("input"), 1.0
+    if (scaled := constant_factor(view, node)) is not None:
+        x, by = scaled
+    elif call.name in VIEWS and view.is_tensor(x):
+        try:
+            axes = above(view, node, call, axes)
+        except NoMatch:
             return None
-        found = _selected(view, node, call)
-        if found is not None:
-            keep, negate, fill, reader = found
-            for after, dtype in reversed(casts):
-                fill, factor = rounded(fill * factor / after, dtype), after
-            fill *= factor
-            if not fill <= -1e30:
-                return None
-            return beside(view, keep, axes, reader, negate=negate, fill=fill)
-        x = call.get("input")
-        if call.name in COPIES or (
-            call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
-        ):
-            if rounds(view.dtype(node), view.dtype(x)):
-                casts.append((factor, view.dtype(node)))
-            inner = x
-        elif (scaled := constant_factor(view, node)) is not None:
-            inner = scaled[0]
-            factor *= scaled[1]
-        elif call.name in VIEWS and view.is_tensor(x):
-            try:
-                axes = tuple(above(view, node, call, axes))
-            except NoMatch:
-                return None
-            inner = x
-        else:
-            return None
-        seen = view.value(inner, node)
-        if seen is None:
-            return None
-        node = seen
-    return None
+    elif call.name not in COPIES and not (
+        call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
+    ):
+        return None
+    seen = view.value(x, node)
+    found = None if seen is None or not math.isfinite(by) else _masked_zeros(view, seen, axes)
+    if found is None or found.fill is None:
+        return None
+    return dataclasses.replace(found, fill=rounded(found.fill * by, view.dtype(node)))
 
 
-def _selected(
-    view: GraphView, node: fx.Node, call: Any
-) -> tuple[fx.Node, bool, float, fx.Node] | None:
-    """(mask, whether it says what to drop, fill, who reads the mask)"""
-
-    def number(x: Any) -> float | None:
-        return view.const(x, node)
-
+def _zeros_where(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> Placed | None:
+    """The mask of what puts zeros into a number, or a number into zeros."""
     for one in selections(view, call) if view.is_tensor(node) else ():
-        fill = number(one.other)
-        if number(one.x) == 0 and fill is not None and view.is_tensor(one.keep):
-            boolean = view.dtype(one.keep) == torch.bool
-            return (one.keep, one.negate, fill, node) if boolean else None
-    if call.name == "triu" and number(call["input"]) is not None:
+        fill = view.const(one.other, node)
+        if view.const(one.x, node) == 0 and fill is not None and view.is_tensor(one.keep):
+            if view.dtype(one.keep) != torch.bool:
+                return None
+            return beside(view, one.keep, axes, node, negate=one.negate, fill=fill)
+    if call.name == "triu" and (fill := view.const(call["input"], node)) is not None:
         # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
-        return node, True, float(number(call["input"]) or 0.0), node
-    scaled = constant_factor(view, node) if call.name == "mul" else None
+        return beside(view, node, axes, node, negate=True, fill=fill)
+    scaled = constant_factor(view, node)
     if scaled is not None and math.isfinite(scaled[1]):  # 0 * -inf is NaN
         mask = zero_or_one(view, scaled[0], node)
-        return None if mask is None else (mask[0], mask[1], scaled[1], mask[2])
+        if mask is not None:
+            return beside(view, mask[0], axes, mask[2], negate=mask[1], fill=scaled[1])
     return None
 
 
