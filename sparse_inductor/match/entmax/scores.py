@@ -152,7 +152,7 @@ class _Step:
         if name in SELECTIONS:
             return self._selected()
         if (by := constant_factor(self.view, self.node)) is not None:
-            return self._scaled(self.up(by[0]), by[1])
+            return scaled(self.up(by[0]), by[1], self.node)
         if name in _HANDLERS:
             return _HANDLERS[name](self)
         if name == "einsum" and len(call.get("operands", ())) > 2:
@@ -166,9 +166,6 @@ class _Step:
         )
 
     # Scale and bias
-
-    def _neg(self) -> Scores:
-        return self._scaled(self.up(self.call["input"]), -1.0)
 
     def _floored(self) -> Scores:
         """max(z, finfo.min), as of masks that were added up: no score is as low, so it is the masks that have it."""
@@ -211,9 +208,6 @@ class _Step:
             return 1.0
         return 0.5 if self.view.is_tensor(least) else 0.0
 
-    def _scaled(self, found: Scores, c: float) -> Scores:
-        return scaled(found, c, self.node)
-
     def _mul(self) -> Scores:
         for x, c in self.call.both_ways:
             if self.view.is_tensor(x) and not self.view.is_tensor(c):
@@ -251,7 +245,7 @@ class _Step:
         for x, c, own in ((a, b, 1.0), (b, a, k)):
             known = self.const(c)
             if known is not None and self.view.is_tensor(x):
-                return self._shifted(self._scaled(self.up(x), own), known)
+                return self._shifted(scaled(self.up(x), own, self.node), known)
         for kept, dropped, sign in ((a, b, k), (b, a, 1.0)):
             if k != 1 and kept is b:
                 continue
@@ -261,7 +255,7 @@ class _Step:
                 return found
         found, other = self._pick(a, b)
         if other is a and other is not b:
-            return self._biased(self._scaled(found, k) if k != 1 else found, a, 1.0)
+            return self._biased(scaled(found, k, self.node), a, 1.0)
         return self._biased(found, b, k)
 
     def _shifted(self, found: Scores, number: float) -> Scores:
@@ -281,9 +275,9 @@ class _Step:
             excluded = as_mask(self.view, one)
             if excluded is not None and excluded.fill == -math.inf:
                 found.unless.append(excluded)
-            elif (self._needs_grad(found) or len(found.masks) > 1) and not self.view.needs_grad(
-                one.node
-            ):
+            elif (
+                self.view.needs_grad(found.product.node) or len(found.masks) > 1
+            ) and not self.view.needs_grad(one.node):
                 # A fill, which stops the gradient and is the same for a key that two masks drop, where the bias is
                 # lost in it; a sum where both are large.
                 found.biases += [] if found.doubled else self._filled(found)
@@ -293,9 +287,6 @@ class _Step:
                 self._masks_to_biases(found)
         found.biases.append(one)
         return found
-
-    def _needs_grad(self, found: Scores) -> bool:
-        return self.view.needs_grad(found.product.node)
 
     def _filled(self, found: Scores) -> list[Placed]:
         """Masks as biases: adding a number so large that the score is lost is the same as filling it in."""
@@ -314,7 +305,7 @@ class _Step:
                 f"scores that several masks set to {found.fill:g} are masked or biased once more; in a row that "
                 "they empty, keys that two of them drop are as good as keys that one does"
             )
-        if self._needs_grad(found) and not keeps_a_key(self.view, found.masks[0]):
+        if self.view.needs_grad(found.product.node) and not keeps_a_key(self.view, found.masks[0]):
             raise self.decline(
                 f"scores that are masked with {found.fill:g} are masked or biased once more; a row "
                 "that they empty has another gradient"
@@ -402,5 +393,5 @@ class _Step:
 _HANDLERS: dict[str, Callable[[_Step], Scores]] = {
     **dict.fromkeys(("add", "sub", "rsub"), _Step._sum),
     **dict.fromkeys(("maximum", "clamp_min", "clamp"), _Step._floored),
-    **{name: getattr(_Step, "_" + name) for name in "neg mul div".split()},
+    **{name: getattr(_Step, "_" + name) for name in ("mul", "div")},
 }
