@@ -137,9 +137,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
             raise NoMatch("ensure_sum_one=False leaves the sum as the bisection found it", node)
         steps, enough = call.get("n_iter", 50), _STEPS.get(view.dtype(x), 50)
         power = view.const(alpha, node)
-        if (
-            power is not None and power > 2
-        ):  # p is a root of what is left: it takes as many times more of them
+        if power is not None and power > 2:
+            # p is a root of what is left: it takes as many times more of them
             enough = math.ceil(min(50, enough * (power - 1)))
         if not isinstance(steps, int) or steps < enough:
             raise NoMatch(
@@ -157,22 +156,18 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         raise NoMatch(f"alpha is a tensor of {view.dtype(alpha)}", node)
     if not isinstance(alpha, fx.Node):
         alpha = _sane(float(alpha), node)
+    found = Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
     # A value a row that the user subtracts first changes nothing.
     shifts = unshifted(view, x, node, dim)
-    chosen = shifts[-1]
-    if chosen.source is not x:
-        piece = region(
-            view, node, (chosen.source, *([alpha] if isinstance(alpha, fx.Node) else []))
-        )
-        if piece is not None:
-            nodes = _replaced(piece)
-            undefined = "nan" if bisects else undefined
-            # What is subtracted may be detached; what it is subtracted from may not.
-            settled = tuple(n for n in nodes if n not in {s.reader for s in shifts[1:]})
-            return Transform(
-                node, chosen.source, chosen.reader, dim, alpha, nodes, settled=settled, undefined=undefined
-            )  # fmt: skip
-    return Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
+    shifted = dataclasses.replace(found, source=shifts[-1].source, reader=shifts[-1].reader)
+    piece = region(view, node, shifted.inputs) if len(shifts) > 1 else None
+    if piece is None:
+        return found
+    nodes = _replaced(piece)
+    # What is subtracted may be detached; what it is subtracted from may not.
+    settled = tuple(n for n in nodes if n not in {s.reader for s in shifts[1:]})
+    undefined = "nan" if bisects else undefined
+    return dataclasses.replace(shifted, nodes=nodes, settled=settled, undefined=undefined)
 
 
 def _sane(alpha: float, node: fx.Node) -> float:
@@ -215,7 +210,10 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
         needs_grad = view.needs_grad(chosen.source)
         trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
         if scale != 1:
-            _check_scaled(trial, piece, found, chosen.factor)
+            try:
+                trial.check(piece, needs_grad=False)
+            except NoMatch:  # neither is the factor alpha - 1, nor is it entmax of other scores
+                raise _unlike(found, chosen.factor) from None
         trial.check(piece, needs_grad)
     except NoMatch:
         if searched:
@@ -260,14 +258,6 @@ def _scaled_right(
         if candidate.factor > 0 and not candidate.gaps:
             return candidate, alpha, piece, candidate.factor / (alpha - 1)
     raise _unlike(found, closed[-1][0].factor)
-
-
-def _check_scaled(trial: Trial, piece: Region, found: Form, factor: float) -> None:
-    """Raises NoMatch where the factor is not alpha - 1 and entmax of other scores is not what results, either."""
-    try:
-        trial.check(piece, needs_grad=False)
-    except NoMatch:
-        raise _unlike(found, factor) from None
 
 
 def _unlike(found: Form, factor: float) -> NoMatch:
@@ -319,28 +309,26 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
         return None
     *_, (given, given_axes, _) = originals(inner, found.source, at, found.reader)
     dim = next((d for d, axis in enumerate(axes) if axis and axis == at[found.dim]), None)
-    operands = list(call.get("operands", ()))
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-    inputs = inputs[len(inputs) - len(operands) :]
+    outside: dict[Any, Any] = dict(zip(reversed(inputs), reversed(call.get("operands", ()))))
     alpha: Any = found.alpha
     if isinstance(alpha, fx.Node):
         alpha, _ = inner.behind(alpha, SPREADS | COPIES | {"cast"})  # before it was expanded
     moved = dim is None or list(map(flat, given_axes)) != list(map(flat, axes))
-    if given not in inputs or moved or (isinstance(alpha, fx.Node) and alpha not in inputs):
+    if given not in outside or moved or (isinstance(alpha, fx.Node) and alpha not in outside):
         raise NoMatch("the Function does more than an entmax of its argument", hop)
     assert dim is not None
-    source = operands[inputs.index(given)]
-    if isinstance(alpha, fx.Node):
-        alpha = operands[inputs.index(alpha)]
+    source, alpha = outside[given], outside.get(alpha, alpha)
     if not view.is_tensor(source):
         return None
     nodes = tuple(dict.fromkeys((hop, node)))
     nodes += tuple(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr")
     nodes += tuple(u for u in hop.users if u is not node and not u.users)
-    trial = Trial(view, source, dim, alpha, node, found.scale)
-    piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))
+    alphas = (alpha,) if isinstance(alpha, fx.Node) else ()
+    piece = region(view, node, (source, *alphas))
     if piece is None:
         raise NoMatch("the Function reads more than its scores", hop)
+    trial = Trial(view, source, dim, alpha, node, found.scale)
     trial.check(piece, needs_grad=view.needs_grad(source))
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:

@@ -51,11 +51,10 @@ class Trial:
         node: fx.Node,
         scale: float = 1.0,
     ):
-        self.view, self.source, self.dim, self.node = view, source, dim, node
-        self.scale = scale
+        self.view, self.source, self.dim, self.node, self.scale = view, source, dim, node, scale
         self.tensor = alpha if isinstance(alpha, fx.Node) else None
         self.alphas = (1.3, 1.8) if isinstance(alpha, fx.Node) else (alpha,)
-        self.alpha = self.alphas[0]
+        self.alpha = self.alphas[0]  # the one that is tried
         self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
         self.learned = False
         self.levels: tuple[float, ...] = ()
@@ -92,8 +91,7 @@ class Trial:
 
     def _outcome_of(self, piece: Region, score: float) -> str:
         """What becomes of a row whose scores are all the same low one."""
-        generator = torch.Generator().manual_seed(6)
-        rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
+        rows = self._noise(2, seed=6)
         rows[1] = score
         try:
             with torch.device("cpu"), torch.no_grad():
@@ -144,8 +142,7 @@ class Trial:
 
     def _not_a_number(self, piece: Region) -> str | None:
         """What is wrong with a row that holds a NaN: entmax makes NaN of all of it, or refuses it."""
-        generator = torch.Generator().manual_seed(7)
-        rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
+        rows = self._noise(2, seed=7)
         rows[1, 0] = torch.nan
         try:
             p = self._run(piece, rows)
@@ -158,8 +155,7 @@ class Trial:
         return f"this looks like entmax with alpha {self.alpha:g} but {what}{where}"
 
     def _backward(self, piece: Region, masked: bool) -> str | None:
-        generator = torch.Generator().manual_seed(5)
-        rows = torch.randn(4, self._widths()[0], generator=generator, dtype=torch.float64) * 1.5
+        rows = self._noise(4, seed=5) * 1.5
         if masked:
             rows[:2, 1:] = -torch.inf
         rows = rows.requires_grad_()
@@ -168,7 +164,7 @@ class Trial:
             p = self._run(piece, rows)
             if not p.requires_grad:
                 return "no gradient goes through it, and entmax has one"
-            g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            g = self._noise(4, seed=8)
             alpha = self.leaf_alpha if self._alpha_needs_grad() else None
             leaves = (rows,) if alpha is None else (rows, alpha)
             got = torch.autograd.grad(p, leaves, g, allow_unused=True)
@@ -201,6 +197,10 @@ class Trial:
             raise Untestable(f"rows of {known}")
         return [known]
 
+    def _noise(self, count: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(count, self._widths()[0], generator=generator, dtype=torch.float64)
+
     def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
         """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters: a few rows,
         and as many as the program has where it has their number written in it."""
@@ -228,9 +228,8 @@ class Trial:
         """The sizes that the graph was made for, where they are known and not too large to be run in passing."""
         sizes = [static_size(s) for s in self.view.shape(self.source)]
         known = [s for s in sizes if s is not None]
-        if len(known) < len(sizes) or math.prod(known) > _MAX_NUMEL:
-            return None
-        return known if known[self.dim] == rows.shape[-1] and math.prod(known) else None
+        small = len(known) == len(sizes) and 0 < math.prod(known) <= _MAX_NUMEL
+        return known if small and known[self.dim] == rows.shape[-1] else None
 
     def _in_shape(self, piece: Region, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """p for `rows`, run as tensors of these sizes: rows are repeated to fill one, and spread over several."""
@@ -343,12 +342,11 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
 
     for node in reached([source], up, 24):
         call = view.call(node)
-        if call is None or call.name in PRODUCTS:
+        if call is None:
             continue
-        for key in ("value", "other", "input", "fill_value", "values"):
-            value = view.const(call.args.get(key), node) if key in call.args else None
-            if value is not None and value < -1e3:
-                found.add(value)
+        given = (call.get(key) for key in ("value", "other", "input", "fill_value", "values"))
+        numbers = (view.const(x, node) for x in given)
+        found |= {number for number in numbers if number is not None and number < -1e3}
         if call.name == "add" and view.is_tensor(call["other"]) and not found:
             mask = call["other"]
             if not view.requires_grad(mask) and mask.op == "placeholder":
