@@ -95,7 +95,7 @@ def _traced(own, leaf, count):
     return traced
 
 
-_users = 0
+_users: set[object] = set()
 _undo: list[Callable[[], None]] = []
 
 
@@ -105,22 +105,15 @@ def show_entmax() -> Callable[[], None]:
 
     Several patterns may ask for it; the last one out turns it off.
     """
-    global _users
-    _users += 1
-    if _users == 1:
+    if not _users:
         _install()
-    done = False
+    user = object()
+    _users.add(user)
 
     def put_back() -> None:
-        global _users
-        nonlocal done
-        if done:
-            return
-        done = True
-        _users -= 1
-        if _users == 0:
-            while _undo:
-                _undo.pop()()
+        _users.discard(user)
+        while _undo and not _users:
+            _undo.pop()()
 
     return put_back
 
