@@ -28,7 +28,7 @@ from ..chains.family import above as producers
 from ..chains.family import rectified_product
 from .layout import WIDTH, Attention
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
-from .probabilities import Probabilities, check_again, read_probabilities
+from .probabilities import Probabilities, read_probabilities
 from .scores import Scores, read_scores, scaled
 from .transform import transform
 
@@ -221,10 +221,9 @@ class _Reader:
             )
         alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
         batch = [a for a in rows if a not in alone]
-        after, again = self.probabilities.by_rows(self.view, keys)
+        after, again = self.probabilities.by_rows(keys)
         if again:
-            unless = bool(scores.unless)
-            check_again(self.view, self.found, again, masks, biases, fill, unless)
+            self.probabilities.check_again(again, masks, biases, fill, bool(scores.unless))
             fill = -math.inf
         query = self._query(alone, keys, [*masks, *biases])
         group = [a for a in alone if a not in query]

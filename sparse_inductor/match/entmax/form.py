@@ -20,6 +20,7 @@ from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps
 from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
+from .masks import masked
 
 ENDS = frozenset(
     "clamp clamp_min relu threshold maximum where pow square mul div normalize".split()
@@ -146,7 +147,7 @@ _OF_A_SUM = frozenset("unsqueeze clamp clamp_min add maximum getitem expand expa
 def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[fx.Node]] | None:
     """(P, what the divisor is made of, its last node first and the sum last) of P / P.sum(), whatever guards the
     quotient; a `normalize` has no divisor of its own. None for anything else."""
-    p, total = call["input"], call.get("other")
+    p, total = call.get("input"), call.get("other")
     if call.name == "normalize":
         return (p, []) if call.get("p", 2.0) == 1 else None
     if call.name != "div" or call.get("rounding_mode") is not None or not view.is_tensor(p):
@@ -178,29 +179,20 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
     with contextlib.suppress(NoMatch):
         if (steps := scalar_steps(view, node, call)) is not None:
             return call["input"] if len(steps) == 1 and steps[0] in RECTIFIER_STEPS else None
-    match call.name:
-        case "maximum":
-            for x, other in call.both_ways:
-                if zero(other) and isinstance(x, fx.Node):
-                    return x
-        case "where" if zero(call["other"]) and _says_positive(
-            view, call["condition"], call["input"]
-        ):
-            return call["input"]
-        case "mul":
-            for x, gate in call.both_ways:
-                if isinstance(x, fx.Node) and _says_positive(view, gate, x):
-                    return x
+    if call.name == "maximum":
+        return next((x for x, other in call.both_ways if zero(other) and view.is_tensor(x)), None)
+    for one, _ in masked(view, node, call):
+        if zero(one.other) and _says_positive(view, one.keep, one.x, one.negate):
+            return one.x
     return None
 
 
-def _says_positive(view: GraphView, gate: Any, x: Any) -> bool:
-    """Whether a mask is x > 0 (or >=), or a > b where x is a - b."""
-    gate, _ = view.behind(gate, {"cast"})
+def _says_positive(view: GraphView, gate: fx.Node, x: Any, negate: bool) -> bool:
+    """Whether a mask (with `negate` its contrary) is x > 0 or >=, or a > b where x is a - b."""
     call = view.call(gate)
     if call is None or call.name not in COMPARISONS or not view.is_tensor(x):
         return False
-    large, small, _ = call.ordered()
+    large, small, _ = call.ordered(negate)
     if view.const(small, gate) == 0:
         return view.same_value(large, x)
     difference = view.call(x)

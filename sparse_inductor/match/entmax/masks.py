@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ...graph.indices import only_slices
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import constant_factor
-from ...graph.selection import selections
+from ...graph.selection import Selection, selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression
 from ...graph.view import GraphView, rounded
@@ -233,21 +233,29 @@ def _masked_zeros(view: GraphView, node: fx.Node, axes: Sequence[Axis]) -> Place
 
 def _zeros_where(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> Placed | None:
     """The mask of what puts zeros into a number, or a number into zeros."""
-    for one in selections(view, call) if view.is_tensor(node) else ():
-        fill = view.const(one.other, node)
-        if view.const(one.x, node) == 0 and fill is not None and view.is_tensor(one.keep):
-            if view.dtype(one.keep) != torch.bool:
-                return None
-            return beside(view, one.keep, axes, node, negate=one.negate, fill=fill)
     if call.name == "triu" and (fill := view.const(call["input"], node)) is not None:
         # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
         return beside(view, node, axes, node, negate=True, fill=fill)
-    scaled = constant_factor(view, node)
-    if scaled is not None and math.isfinite(scaled[1]):  # 0 * -inf is NaN
-        mask = zero_or_one(view, scaled[0], node)
-        if mask is not None:
-            return beside(view, mask[0], axes, mask[2], negate=mask[1], fill=scaled[1])
+    for one, reader in masked(view, node, call):
+        fill = view.const(one.other, node)
+        if fill is None or view.const(one.x, node) != 0:
+            continue
+        if call.name != "mul" or math.isfinite(fill):  # 0 * -inf is NaN
+            return beside(view, one.keep, axes, reader, negate=one.negate, fill=fill)
     return None
+
+
+def masked(view: GraphView, node: fx.Node, call: Call) -> Iterator[tuple[Selection, fx.Node]]:
+    """The ways to read a call as values where a boolean keeps them and others elsewhere, each with who reads the
+    boolean: selections, and products with what is zero or one."""
+    for one in selections(view, call) if view.is_tensor(node) else ():
+        if view.is_tensor(one.keep) and view.dtype(one.keep) == torch.bool:
+            yield one, node
+    for x, other in call.both_ways if call.name == "mul" else ():
+        if (binary := zero_or_one(view, other, node)) is not None:
+            mask, positive, reader = binary
+            yield Selection(x, mask, 0.0, negate=not positive), reader
+            yield Selection(0.0, mask, x, negate=positive), reader
 
 
 def mixed(

@@ -23,12 +23,11 @@ from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
-from ...graph.selection import selections
 from ...graph.values import extreme
 from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
 from .form import own_sum
-from .masks import conjuncts, moderate, zero_or_one
+from .masks import conjuncts, masked, moderate
 from .transform import Transform, transform
 
 _REACH = 12
@@ -39,22 +38,23 @@ _NEVER = -1e9  # no score is as low: a key that got this has no probability besi
 
 @dataclasses.dataclass
 class Probabilities:
-    """The entmax that an operand is, and what lies between.
+    """What lies between an operand and the entmax that it is, read upwards.
 
-    axes: those of the entmax's result. nodes: what lies between, the operand's node first. again: masks that drop
-    probabilities, which the scores' own have to be, unless they drop whole rows. factors: what the rows are multiplied
-    by, none of which may vary with the keys.
+    axes: those of what has been reached, the entmax's result in the end. nodes: what lies between, the operand's node
+    first. again: masks that drop probabilities, which the scores' own have to be, unless they drop whole rows. factors:
+    what the rows are multiplied by, none of which may vary with the keys. sums: the divisions by the values' own sum,
+    each with the axis that is summed, and whether an empty row is divided by a small number instead of zero.
     """
 
-    found: Transform
+    view: GraphView
     axes: Sequence[Axis]
-    nodes: list[fx.Node]
-    again: list[Placed]
-    factors: list[Placed | float]
+    found: Transform = dataclasses.field(init=False)
+    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
+    again: list[Placed] = dataclasses.field(default_factory=list)
+    factors: list[Placed | float] = dataclasses.field(default_factory=list)
+    sums: list[tuple[fx.Node, Axis, bool]] = dataclasses.field(default_factory=list)
 
-    def by_rows(
-        self, view: GraphView, keys: Sequence[Atom]
-    ) -> tuple[list[Placed | float], list[Placed]]:
+    def by_rows(self, keys: Sequence[Atom]) -> tuple[list[Placed | float], list[Placed]]:
         """(what rows are multiplied by, masks of whole rows among it; the masks of `again` that vary with the keys).
         Raises NoMatch where a factor does."""
 
@@ -63,9 +63,89 @@ class Probabilities:
 
         for factor in self.factors:
             if isinstance(factor, Placed) and varies(factor):
-                raise _changed_by(view, factor.reader)
+                raise _changed_by(self.view, factor.reader)
         rows = [p for p in self.again if not varies(p)]
         return [*self.factors, *rows], [p for p in self.again if varies(p)]
+
+    def check_again(
+        self,
+        again: Sequence[Placed],
+        masks: Sequence[Placed],
+        biases: Sequence[Placed],
+        fill: float | None,
+        unless: bool,
+    ) -> None:
+        """Raise NoMatch unless the masks of `again` drop just the keys that the scores' masks drop.
+
+        Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. unless:
+        the scores have masks that win over these.
+        """
+        view, at = self.view, again[0].reader
+        one, two = ([p for m in some for p in conjuncts(view, m)] for some in (masks, again))
+        alike = all(any(_same(view, a, b) for b in two) for a in one) and all(
+            any(_same(view, a, b) for a in one) for b in two
+        )
+        extra = unless or any(b.fill is not None for b in biases)
+        lowest = torch.finfo(view.dtype(self.found.source)).min
+        if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
+            raise _changed_by(view, at)
+        if fill != -math.inf and not all(moderate(view, b) for b in biases):
+            reason = "keys that a bias makes as low as the mask does share theirs"
+            raise NoMatch(f"probabilities are masked once more; {reason}", at)
+
+    def before(self, node: fx.Node, call: Call) -> Any:
+        """The probabilities that an operation keeps, but for what is noted here; None for other operations."""
+        view = self.view
+        if (
+            call.name == "cast"
+            or call.name in VIEWS
+            or view.kept(call) is not None
+            or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
+        ):
+            return call["input"]
+        if (x := self._divided(node, call)) is not None:
+            return x
+        for one, reader in masked(view, node, call):
+            if view.const(one.other, node) != 0 or view.value(one.keep, reader) is None:
+                continue
+            if not all(guarded for *_, guarded in self.sums):
+                return None  # a row that this empties is divided by zero
+            if one.negate and _is_nan_of(view, one.keep, one.x):
+                self.nodes.append(one.keep)
+            else:
+                mask = beside(view, one.keep, self.axes, reader, negate=one.negate)
+                self.again.append(mask)
+            return one.x
+        # A quotient by the rows' sums takes out again what they were multiplied by.
+        scaled = None if self.sums else _multiplied(view, node, call, self.axes)
+        if scaled is None:
+            return None
+        self.factors.append(scaled[1])
+        scale = math.prod(f for f in self.factors if isinstance(f, float))
+        if extreme(scale):
+            raise NoMatch(f"the probabilities are multiplied by {scale:g}", node)
+        return scaled[0]
+
+    def _divided(self, node: fx.Node, call: Call) -> fx.Node | None:
+        """The values that a node divides by their sum over one axis; None where it does not."""
+        if (found := own_sum(self.view, node, call)) is None:
+            return None
+        x, nodes = found
+        if nodes:
+            *guards, total = nodes
+            summed = self.view.call(total)
+            along = summed is not None and summed.get("keepdim") is True
+            dim, guarded = sole(summed.get("dim")) if summed and along else None, bool(guards)
+            if not all(_guards(self.view, guard, self.view.dtype(node)) for guard in guards):
+                return None
+        else:
+            own_guard = len(node.args) > 3 or "eps" in node.kwargs
+            dim, guarded = None if own_guard else call.get("dim", 1), True
+        if not isinstance(dim, int):
+            return None
+        self.nodes += nodes
+        self.sums.append((node, self.axes[dim % len(self.axes)], guarded))
+        return x
 
 
 def read_probabilities(
@@ -77,88 +157,33 @@ def read_probabilities(
     the model reads.
     """
     node: fx.Node | None = p.node
-    nodes: list[fx.Node] = []
-    again: list[Placed] = []
-    factors: list[Placed | float] = []
-    sums: list[_Sum] = []
+    read = Probabilities(view, axes)
     for _ in range(_REACH):
         if node is None or not view.is_tensor(node):
             return None
         found = transform(view, node)
         if found is not None:
-            for total in sums:
-                if flat(total.axis) != flat(axes[found.dim]):
-                    raise _changed_by(view, total.node)
-            return Probabilities(found, axes, nodes, again, factors)
+            for at, axis, _ in read.sums:
+                if flat(axis) != flat(read.axes[found.dim]):
+                    raise _changed_by(view, at)
+            read.found = found
+            return read
         call = view.call(node)
         if call is None:
             return None
-        x = _identity_input(view, call)
-        if x is None and (one := _own_sum(view, node, call, axes)) is not None:
-            sums.append(one)
-            nodes += one.nodes
-            x = one.of
-        if x is None and (dropped := _dropped(view, node, call)) is not None:
-            x, mask, negate, reader = dropped
-            if any(not total.guarded for total in sums):
-                x = None  # a row that this empties is divided by zero
-            elif negate and _is_nan_of(view, mask, x):
-                nodes.append(mask)
-            else:
-                again.append(beside(view, mask, axes, reader, negate=negate))
-        # A quotient by the rows' sums takes out again what they were multiplied by.
-        if x is None and not sums and (scaled := _multiplied(view, node, call, axes)) is not None:
-            x, factor = scaled
-            factors.append(factor)
-            scale = math.prod(f for f in factors if isinstance(f, float))
-            if extreme(scale):
-                raise NoMatch(f"the probabilities are multiplied by {scale:g}", node)
-        if call.name not in VIEWS and not view.same_shape(x, node):
-            x = None
-        if not view.is_tensor(x):
-            if told and _entmax_above(view, node) is not None:
+        x = read.before(node, call)
+        try:
+            if not view.is_tensor(x) or (call.name not in VIEWS and not view.same_shape(x, node)):
                 raise _changed_by(view, node)
-            return None
-        if call.name in VIEWS:
-            try:
-                axes = above(view, node, call, axes)
-            except NoMatch:
-                if not told or _entmax_above(view, node) is None:
-                    return None
-                raise
-        nodes.append(node)
+            if call.name in VIEWS:
+                read.axes = above(view, node, call, read.axes)
+        except NoMatch:
+            if not (told and _entmax_above(view, node)):
+                return None
+            raise
+        read.nodes.append(node)
         node = view.value(x, node)
     return None
-
-
-def check_again(
-    view: GraphView,
-    found: Transform,
-    again: Sequence[Placed],
-    masks: Sequence[Placed],
-    biases: Sequence[Placed],
-    fill: float | None,
-    unless: bool,
-) -> None:
-    """Raise NoMatch unless the masks of `again` drop just the keys that the scores' masks drop.
-
-    Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. unless:
-    the scores have masks that win over these.
-    """
-    extra = unless or any(b.fill is not None for b in biases)
-    one = [part for mask in masks for part in conjuncts(view, mask)]
-    two = [part for mask in again for part in conjuncts(view, mask)]
-    alike = all(any(_same(view, a, b) for b in two) for a in one) and all(
-        any(_same(view, a, b) for a in one) for b in two
-    )
-    lowest = torch.finfo(view.dtype(found.source)).min
-    if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
-        raise _changed_by(view, again[0].reader)
-    if fill != -math.inf and not all(moderate(view, b) for b in biases):
-        raise NoMatch(
-            "probabilities are masked once more; keys that a bias makes as low as the mask does share theirs",
-            again[0].reader,
-        )
 
 
 def _same(view: GraphView, a: Placed, b: Placed) -> bool:
@@ -172,49 +197,6 @@ def _same(view: GraphView, a: Placed, b: Placed) -> bool:
     return alike and a.negate == b.negate and where(a) == where(b)
 
 
-def _identity_input(view: GraphView, call: Call) -> Any:
-    """The input of an operation that keeps every value; None where it is none."""
-    quiet = (
-        call.name == "cast"
-        or call.name in VIEWS
-        or view.kept(call) is not None
-        or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
-    )
-    return call.get("input") if quiet else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sum:
-    """A division by the values' own sum over `axis`. guarded: an empty row is divided by a small number instead."""
-
-    node: fx.Node
-    of: fx.Node
-    axis: Axis
-    nodes: list[fx.Node]
-    guarded: bool
-
-
-def _own_sum(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> _Sum | None:
-    """The values that a node divides by their sum over one axis; None where it does not."""
-    if call.name not in ("div", "normalize") or (found := own_sum(view, node, call)) is None:
-        return None
-    x, nodes = found
-    if not nodes:
-        dim, own_guard = call.get("dim", 1), len(node.args) > 3 or "eps" in node.kwargs
-        fixed = isinstance(dim, int) and not own_guard
-        return None if not fixed else _Sum(node, x, axes[dim % len(axes)], nodes, True)
-    *guards, total = nodes
-    summed = view.call(total)
-    assert summed is not None
-    dim = sole(summed.get("dim"))
-    along = summed.get("keepdim") is True and isinstance(dim, int)
-    if not along or len(view.shape(total)) != len(axes):
-        return None
-    if not all(_guards(view, guard, view.dtype(node)) for guard in guards):
-        return None
-    return _Sum(node, x, axes[dim % len(axes)], nodes, bool(guards))
-
-
 def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a node changes a sum of zero alone: what it adds is lost in a sum of one, or its floor is below that."""
     call = view.call(node)
@@ -223,41 +205,15 @@ def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
         return low is not None and 0 < low <= _FLOOR
     if call is not None and call.name == "add" and call.get("alpha", 1) == 1:
         small = view.const(call["other"], node)
-        return small is not None and 0 < small <= _lost(dtype)
+        # A sum of one shows no more of it than rounding.
+        return small is not None and 0 < small <= min(10 * torch.finfo(dtype).eps, 1.1e-6)
     return False
-
-
-def _lost(dtype: torch.dtype) -> float:
-    """The most that may be added to one so that a division by the sum shows no more than rounding."""
-    return min(10 * torch.finfo(dtype).eps, 1.1e-6)
 
 
 def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
     """Whether a mask is isnan(x): the operator gives no NaN where rows have no keys."""
     call = view.call(mask)
     return call is not None and call.name == "isnan" and view.same_value(call["input"], x)
-
-
-def _dropped(
-    view: GraphView, node: fx.Node, call: Call
-) -> tuple[Any, fx.Node, bool, fx.Node] | None:
-    """(probabilities, mask, whether it says what to drop, who reads it) where an operation puts 0 in the place of
-    some."""
-    x, mask, negate, reader = None, None, False, node
-    for found in selections(view, call):
-        if view.const(found.other, node) == 0:
-            x, mask, negate = found.x, found.keep, found.negate
-            break
-    if call.name == "mul":
-        for a, b in call.both_ways:
-            binary = zero_or_one(view, b, node) if view.is_tensor(a) else None
-            if binary is not None:
-                x, (mask, positive, reader) = a, binary
-                negate = not positive
-                break
-    if mask is None or not view.is_tensor(mask) or view.dtype(mask) != torch.bool:
-        return None
-    return None if view.value(mask, reader) is None else (x, mask, negate, reader)
 
 
 def _multiplied(
@@ -271,9 +227,9 @@ def _multiplied(
     divides = call.name == "div"
     for x, other in call.both_ways[: 1 if divides else 2]:
         full = view.is_tensor(x) and view.same_shape(x, node)
-        if not (full and view.is_tensor(other)) or _entmax_above(view, x) is None:
+        if not (full and view.is_tensor(other) and _entmax_above(view, x)):
             continue
-        if _entmax_above(view, other) is not None:  # the rows' own sums, say
+        if _entmax_above(view, other):  # the rows' own sums, say
             return None
         return x, beside(view, other, axes, node, divides=divides)
     return None
@@ -286,8 +242,8 @@ def _changed_by(view: GraphView, node: fx.Node) -> NoMatch:
     return NoMatch(f"{name} changes the probabilities before they weigh the values", node)
 
 
-def _entmax_above(view: GraphView, node: fx.Node) -> fx.Node | None:
-    """An entmax that a few operations turn into `node`; no product is crossed, but for one of heads."""
+def _entmax_above(view: GraphView, node: fx.Node) -> bool:
+    """Whether a few operations turn an entmax into `node`; no product is crossed, but for one of heads."""
 
     def up(n: fx.Node) -> list[fx.Node]:
         if view.call(n) is None:
@@ -296,13 +252,10 @@ def _entmax_above(view: GraphView, node: fx.Node) -> fx.Node | None:
         above = n.all_input_nodes if product is None else _mixed(view, product)
         return [m for m in above if view.is_tensor(m)]
 
-    for one in reached([node], up, _NEAR):
-        try:
-            if transform(view, one) is not None:
-                return one
-        except NoMatch:
-            return None
-    return None
+    try:
+        return any(transform(view, one) is not None for one in reached([node], up, _NEAR))
+    except NoMatch:
+        return False
 
 
 def _mixed(view: GraphView, product: Contraction) -> list[fx.Node]:

@@ -209,9 +209,6 @@ class _Step:
         return 0.5 if self.view.is_tensor(least) else 0.0
 
     def _mul(self) -> Scores:
-        for x, c in self.call.both_ways:
-            if self.view.is_tensor(x) and not self.view.is_tensor(c):
-                return self._factor(self.up(x), c, divides=False)
         return self._factor(*self._pick(*self.call.both_ways[0]), divides=False)
 
     def _div(self) -> Scores:
