@@ -31,7 +31,7 @@ from sparse_inductor.match.entmax.transform import (
     LEAVES,
     NOT_ENTMAX,
     Transform,
-    above_one,
+    given_alpha,
     transform,
 )
 from sparse_inductor.pattern import Miss, Sparse
@@ -89,15 +89,8 @@ class RowsMatch:
             top = e.method("detach", e.method("amax", source, found.dim, True))
             # less their maximum, so that what is filled in cannot overflow
             source = e.call(operator.mul, e.call(operator.sub, source, top), found.scale)
-        tensor = found.alpha if isinstance(found.alpha, fx.Node) else None
-        number = 0.0 if isinstance(found.alpha, fx.Node) else found.alpha
-        if tensor is not None and not isinstance(fake(tensor), torch.Tensor):
-            shape = (1,) * fake(found.source).dim()  # a number that is known when it runs
-            dtype = torch.promote_types(fake(source).dtype, torch.float32)
-            tensor = e.method("new_full", found.source, shape, tensor, dtype=dtype)
-        if tensor is not None:
-            tensor = above_one(e, tensor, fake(source).dtype)
-        given = (source, tensor, number, found.dim)
+        alpha, number = given_alpha(e, found.alpha, source)
+        given = (source, alpha, number, found.dim)
         given += (found.undefined,) if found.undefined else ()
         p = e.call(own_operator("entmax"), *given)
         p = e.cast(p, wanted)
@@ -121,15 +114,7 @@ class Entmax(Recogniser):
         name = view.name_of(node)
         if view.function_body:
             return None
-        if name == "getitem":
-            source = node.args[0]
-            if not isinstance(source, fx.Node) or (
-                view.name_of(source) != "autograd_function_apply"
-            ):
-                return None
-        elif name == "autograd_function_apply" and not view.is_tensor(node):
-            return None  # one of its results is asked about
-        elif name in ENDS and not ends_here(view, node):
+        if name in ENDS and not ends_here(view, node):
             return None
         found = transform(view, node)
         if found is None:

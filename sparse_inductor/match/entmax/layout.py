@@ -25,7 +25,7 @@ from ...graph.values import matched_nodes
 from ...graph.view import GraphView, fake
 from ...pattern import Sparse
 from .scores import ABSORBS, Scores
-from .transform import Transform, above_one
+from .transform import Transform, given_alpha
 
 WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
 
@@ -129,7 +129,8 @@ class Attention:
         for factor in self.scores.factors:
             q, k = self._scaled(e, q, k, factor)
         bias, mask = self._bias(e), self._mask(e)
-        alpha, number = self._alpha(e)
+        given = self.found.alpha if self.alpha is None else self._beside(e, self.alpha)
+        alpha, number = given_alpha(e, given, q)
         shape = (*fake(q).shape[:3], fake(v).shape[3])
         out = e.declared(
             lambda: fake(q).new_empty(shape),
@@ -158,17 +159,6 @@ class Attention:
         factor = self._beside(e, p) if self.view.is_tensor(p.tensor) else p.tensor
         factor = e.method("transpose", factor, -1, -2) if turned else factor
         return e.call(operator.truediv if p.divides else operator.mul, t, factor)
-
-    def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
-        """alpha as a tensor, or as a number."""
-        alpha = self.found.alpha
-        if not isinstance(alpha, fx.Node):
-            return None, alpha
-        if self.alpha is not None:
-            return above_one(e, self._beside(e, self.alpha), self.dtype), 0.0
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=dtype)
-        return above_one(e, one, self.dtype), 0.0  # a number that is known when it runs
 
     def _scaled(
         self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed

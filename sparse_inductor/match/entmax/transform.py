@@ -177,13 +177,23 @@ def _sane(alpha: float, node: fx.Node) -> float:
     return alpha
 
 
-def above_one(e: Emitter, alpha: fx.Node, computed: torch.dtype) -> fx.Node:
-    """A tensor alpha as the operators take it: where a learned one has been rounded to 1, which is softmax, it is the
-    number above 1 whose probabilities, computed in that dtype, are nearest to softmax's, and has no gradient."""
-    computed = torch.promote_types(computed, torch.float32)
+def given_alpha(
+    e: Emitter, alpha: float | fx.Node, scores: fx.Node
+) -> tuple[fx.Node | None, float]:
+    """alpha as the operators take it beside scores: a tensor, or a number.
+
+    Where a learned one has been rounded to 1, which is softmax, it is the number above 1 whose probabilities, computed
+    in the scores' dtype, are nearest to softmax's, and has no gradient.
+    """
+    if not isinstance(alpha, fx.Node):
+        return None, alpha
+    computed = torch.promote_types(fake(scores).dtype, torch.float32)
+    if not isinstance(fake(alpha), torch.Tensor):  # a number that is known when it runs
+        shape = (1,) * fake(scores).dim()
+        alpha = e.method("new_full", scores, shape, alpha, dtype=computed)
     alpha = e.cast(alpha, torch.promote_types(fake(alpha).dtype, computed))
     above = 1 + (2**-34 if computed == torch.float64 else 2**-20)
-    return e.call(torch.where, e.call(operator.eq, alpha, 1), above, alpha)
+    return e.call(torch.where, e.call(operator.eq, alpha, 1), above, alpha), 0.0
 
 
 # Written out
@@ -207,14 +217,13 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     try:
         chosen, alpha, piece, scale = _scaled_right(node, found, closed)
         _check_rounding(view, piece, view.dtype(chosen.source))
-        needs_grad = view.needs_grad(chosen.source)
         trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
         if scale != 1:
             try:
-                trial.check(piece, needs_grad=False)
+                trial.check(piece, gradient=False)
             except NoMatch:  # neither is the factor alpha - 1, nor is it entmax of other scores
                 raise _unlike(found, chosen.factor) from None
-        trial.check(piece, needs_grad)
+        trial.check(piece)
     except NoMatch:
         if searched:
             raise
@@ -329,7 +338,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     if piece is None:
         raise NoMatch("the Function reads more than its scores", hop)
     trial = Trial(view, source, dim, alpha, node, found.scale)
-    trial.check(piece, needs_grad=view.needs_grad(source))
+    trial.check(piece)
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:
         note += "; checked numerically: gradient"

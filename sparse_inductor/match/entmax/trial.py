@@ -60,11 +60,11 @@ class Trial:
         self.levels: tuple[float, ...] = ()
         self.leaf_alpha: torch.Tensor | None = None
 
-    def check(self, piece: Region, needs_grad: bool) -> None:
-        """Raises NoMatch where the result or the gradient, of the scores or of alpha, is not entmax's."""
-        needs_grad = self.learned = needs_grad or (
-            self._alpha_needs_grad() and self.view.grad_enabled
-        )
+    def check(self, piece: Region, gradient: bool = True) -> None:
+        """Raises NoMatch where the result or (with `gradient`, where one may be asked for) the gradient, of the scores
+        or of alpha, is not entmax's."""
+        learned = self.view.requires_grad(self.source) or self._alpha_needs_grad()
+        needs_grad = self.learned = gradient and learned and self.view.grad_enabled
         if static_size(self.view.shape(self.source)[self.dim]) == 0:
             raise NoMatch("its rows have no scores to try it with", self.node)
         fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
