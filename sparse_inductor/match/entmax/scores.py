@@ -247,7 +247,8 @@ class _Step:
             if k != 1 and kept is b:
                 continue
             if (way := mixed(self.view, kept, dropped)) is not None:
-                found = self._masked(way[0], way[1], way[2] * sign, False, binary=True)
+                x, mask, fill = way
+                found = self._masked(x, self._place(mask), fill * sign)
                 found.nodes.append(kept)
                 return found
         found, other = self._pick(a, b)
@@ -331,15 +332,18 @@ class _Step:
 
     def _selected(self) -> Scores:
         """The scores where a mask keeps them, else a number."""
-        ways = selections(self.view, self.call)
-        found = next((one for one in ways if self.const(one.other) is not None), None)
-        if found is None:
+        ways = ((one, self.const(one.other)) for one in selections(self.view, self.call))
+        found, fill = next(((one, c) for one, c in ways if c is not None), (None, None))
+        if found is None or fill is None:
             what = "where() puts" if self.call.name == "where" else f"{self.call.name} puts"
             raise self.decline(f"{what} numbers known only at run time into the scores")
         if isinstance(found.keep, Assigned):
-            dropped = self._assigned(found.x, found.keep)
-            return self._masked(found.x, dropped, found.other, False, binary=True)
-        return self._masked(found.x, found.keep, found.other, found.negate)
+            mask = self._assigned(found.x, found.keep)
+        elif self.view.is_tensor(found.keep) and self.view.dtype(found.keep) == torch.bool:
+            mask = self._place(found.keep, negate=found.negate)
+        else:
+            raise self.decline("the mask is not boolean")
+        return self._masked(found.x, mask, fill)
 
     def _assigned(self, x: Any, keep: Assigned) -> Placed:
         """What an assignment drops, along the axes that it takes a part of."""
@@ -352,13 +356,8 @@ class _Step:
                 index.append(item)
         return Placed(self.node, self.node, tuple(axes), assigned=tuple(index))
 
-    def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
-        """binary: the mask is not boolean, but holds 0 and 1."""
-        fill = self.const(value)
-        if fill is None:
-            raise self.decline("the masked scores get a number known only at run time")
-        if not binary and not (self.view.is_tensor(mask) and self.view.dtype(mask) == torch.bool):
-            raise self.decline("the mask is not boolean")
+    def _masked(self, x: Any, mask: Placed, fill: float) -> Scores:
+        """The scores `x` where a mask keeps them, else a number."""
         found = self.up(x)
         if fill > -1e3:
             raise self.decline(f"masked scores become {fill:g}, which is no exclusion")
@@ -370,7 +369,7 @@ class _Step:
             raise self.decline("scores that are masked twice are masked or biased once more")
         if found.masks and found.fill != fill:
             if fill == -math.inf and (found.fill or 0.0) > -ABSORBS:
-                excluded = dataclasses.replace(self._mask(mask, negate), fill=fill)
+                excluded = dataclasses.replace(mask, fill=fill)
                 found.unless.append(excluded)
                 found.biases.append(excluded)
                 return found
@@ -379,12 +378,9 @@ class _Step:
                 found.masks = []
             else:
                 self._masks_to_biases(found)
-        found.masks.append(self._mask(mask, negate))
+        found.masks.append(mask)
         found.fill = fill
         return found
-
-    def _mask(self, mask: Any, negate: bool) -> Placed:
-        return mask if isinstance(mask, Placed) else self._place(mask, negate=negate)
 
 
 _HANDLERS: dict[str, Callable[[_Step], Scores]] = {
