@@ -85,20 +85,21 @@ class Trial:
 
     def undefined(self, piece: Region) -> str:
         """What becomes of a row of -inf (`ops.entmax`), once the others are known to be right."""
-        found = self._outcome_of(piece, -torch.inf)
-        same = found and self._outcome_of(piece, torch.finfo(torch.float32).min) == found
-        return f"{found} absorbed" if same else found
+        rows = (self._row_with(piece, low) for low in (-torch.inf, torch.finfo(torch.float32).min))
+        lost, least = ("refused" if p is None else "nan" if p.isnan().any() else "" for p in rows)
+        return f"{lost} absorbed" if lost and lost == least else lost
 
-    def _outcome_of(self, piece: Region, score: float) -> str:
-        """What becomes of a row whose scores are all the same low one."""
+    def _row_with(
+        self, piece: Region, score: float, at: int | slice = slice(None)
+    ) -> torch.Tensor | None:
+        """What becomes of a row all of whose scores, or that at one place, are set; None where it is refused."""
         rows = self._noise(2, seed=6)
-        rows[1] = score
+        rows[1, at] = score
         try:
             with torch.device("cpu"), torch.no_grad():
-                p = self._run(piece, rows)
+                return self._run(piece, rows)[1]
         except Untestable:
-            return "refused"
-        return "nan" if bool(p[1].isnan().any()) else ""
+            return None
 
     def _outcome(self, piece: Region, fills: tuple[float, ...], needs_grad: bool) -> str | None:
         """What is wrong, if anything; with a tensor alpha for two values of it."""
@@ -142,13 +143,9 @@ class Trial:
 
     def _not_a_number(self, piece: Region) -> str | None:
         """What is wrong with a row that holds a NaN: entmax makes NaN of all of it, or refuses it."""
-        rows = self._noise(2, seed=7)
-        rows[1, 0] = torch.nan
-        try:
-            p = self._run(piece, rows)
-        except Untestable:
-            return None
-        return None if p[1].isnan().all() else self._reason("is finite in a row with a NaN", None)
+        p = self._row_with(piece, torch.nan, at=0)
+        known = p is None or bool(p.isnan().all())
+        return None if known else self._reason("is finite in a row with a NaN", None)
 
     def _reason(self, what: str, fill: float | None) -> str:
         where = "" if fill is None else f" where scores are masked with {fill:g}"
@@ -391,7 +388,7 @@ def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tupl
     for at, n in enumerate(nodes):
         target: Any = str(n.target) if n.op in ("call_function", "call_method") else n.op
         if n.op == "get_attr":
-            value = getattr(n.graph.owning_module, str(n.target), None)
+            value = attribute(n)
             if isinstance(value, fx.GraphModule):
                 target = _structure(value.graph.nodes)
             elif isinstance(value, torch.Tensor) and value.numel() <= 4096:
