@@ -119,15 +119,16 @@ class Attention:
 
     def emit(self, e: Emitter) -> fx.Node:
         """Insert the operator; returns what has the shape and dtype of the user's result."""
-        rows = self.queries
-        head, last = self.heads, [WIDTH]
-        q = self._laid_out(e, self.q, (self.batch, head, rows, last), full=True)
-        kv = (self.batch, self.shared, self.keys, last)
-        k = self._laid_out(e, self.k, kv, full=True)
-        v = self._laid_out(e, self.v, kv, full=True)
+        of_queries = (self.batch, self.heads, self.queries, [WIDTH])
+        of_keys = (self.batch, self.shared, self.keys, [WIDTH])
+        q = self._laid_out(e, self.q, of_queries, full=True)
+        k, v = (self._laid_out(e, t, of_keys, full=True) for t in (self.k, self.v))
         q, k, v = (e.cast(t, self.dtype) for t in (q, k, v))
         for factor in self.scores.factors:
-            q, k = self._scaled(e, q, k, factor)
+            if any(atom in self.keys for atom in factor.atoms):
+                k = e.cast(self._times(e, k, factor, turned=True), self.dtype)
+            else:
+                q = e.cast(self._times(e, q, factor), self.dtype)
         bias, mask = self._bias(e), self._mask(e)
         given = self.found.alpha if self.alpha is None else self._beside(e, self.alpha)
         alpha, number = given_alpha(e, given, q)
@@ -159,13 +160,6 @@ class Attention:
         factor = self._beside(e, p) if self.view.is_tensor(p.tensor) else p.tensor
         factor = e.method("transpose", factor, -1, -2) if turned else factor
         return e.call(operator.truediv if p.divides else operator.mul, t, factor)
-
-    def _scaled(
-        self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed
-    ) -> tuple[fx.Node, fx.Node]:
-        if any(atom in self.keys for atom in factor.atoms):
-            return q, e.cast(self._times(e, k, factor, turned=True), self.dtype)
-        return e.cast(self._times(e, q, factor), self.dtype), k
 
     def _beside(self, e: Emitter, p: Placed) -> fx.Node:
         """[B, H, Lq, Lk] with 1 where the operand does not vary."""

@@ -253,19 +253,24 @@ def _scaled_right(
 ) -> tuple[Candidate, float | fx.Node, Region, float]:
     """The furthest candidate whose factor is alpha - 1, else the furthest one, and what it is to be multiplied by.
     Raises NoMatch where none will do."""
+    alpha: float | fx.Node
     if found.alpha is not None:
-        for candidate, piece in reversed(closed):
-            if candidate.gaps == 1 and math.isclose(candidate.factor, 1, rel_tol=1e-6):
-                return candidate, found.alpha, piece, 1.0
-        raise NoMatch("the scores are not multiplied by alpha - 1 before the threshold", node)
-    assert found.power is not None
-    alpha = _sane(round(1 + 1 / found.power, 9) if found.power else math.inf, node)
-    for candidate, piece in reversed(closed):
-        if math.isclose(candidate.factor, alpha - 1, rel_tol=1e-6) and not candidate.gaps:
+        alpha, wanted, gaps = found.alpha, 1.0, 1
+    else:
+        assert found.power is not None
+        alpha = _sane(round(1 + 1 / found.power, 9) if found.power else math.inf, node)
+        wanted, gaps = alpha - 1, 0
+    fitting = [
+        (candidate, piece) for candidate, piece in reversed(closed) if candidate.gaps == gaps
+    ]
+    for candidate, piece in fitting:
+        if math.isclose(candidate.factor, wanted, rel_tol=1e-6):
             return candidate, alpha, piece, 1.0
-    for candidate, piece in reversed(closed):
-        if candidate.factor > 0 and not candidate.gaps:
-            return candidate, alpha, piece, candidate.factor / (alpha - 1)
+    if found.alpha is not None:
+        raise NoMatch("the scores are not multiplied by alpha - 1 before the threshold", node)
+    for candidate, piece in fitting:
+        if candidate.factor > 0:
+            return candidate, alpha, piece, candidate.factor / wanted
     raise _unlike(found, closed[-1][0].factor)
 
 
