@@ -23,7 +23,7 @@ from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
 from .masks import masked
 
 ENDS = frozenset(
-    "clamp clamp_min relu threshold maximum where pow square mul div normalize".split()
+    "clamp clamp_min relu threshold maximum where masked_fill pow square mul div normalize".split()
 )
 
 

@@ -236,6 +236,24 @@ def sparsemax_with_lambda_added(x):
     return torch.relu(x + multiplier.gather(-1, rho - 1))
 
 
+@rows()
+def negative_differences_filled_with_zeros(x):
+    """a rectifier by masked_fill()"""
+    top = x.sort(-1, descending=True).values
+    tau = (top.cumsum(-1) - 1) / torch.arange(1, x.size(-1) + 1)
+    above = x - tau.gather(-1, (top > tau).sum(-1, keepdim=True) - 1)
+    return above.masked_fill(above <= 0, 0)
+
+
+@rows()
+def zeros_in_front_of_the_differences(x):
+    """a rectifier by where(), the zeros first"""
+    top = x.sort(-1, descending=True).values
+    tau = (top.cumsum(-1) - 1) / torch.arange(1, x.size(-1) + 1)
+    above = x - tau.gather(-1, (top > tau).sum(-1, keepdim=True) - 1)
+    return torch.where(above <= 0, 0, above)
+
+
 @attention()
 def threshold_in_front_of_the_scores(q, k, v, mask):
     scores = q @ k.mT * SCALE
