@@ -71,48 +71,42 @@ def ends_here(view: GraphView, node: fx.Node) -> bool:
 def form(view: GraphView, node: fx.Node) -> Form | None:
     """The form of `node`, if it has one."""
     call = view.call(node)
+    whole: fx.Node | None = node
     if call is not None and call.name in ("div", "normalize"):
         normalised = own_sum(view, node, call)
-        inner = None if normalised is None else view.value(normalised[0], node)
-        if inner is None:
-            return None
-        node, call = inner, view.call(inner)
-    power: float | None = 1.0
-    alpha: fx.Node | None = None
-    clamped = _clamped(view, node)
-    if clamped is None and call is not None and call.name in ("pow", "square", "mul"):
-        if call.name == "pow":
-            exponent = call["other"]
-            power = view.const(exponent, node)
-            alpha = None if power is not None else _alpha_of_power(view, exponent)
-            if power is None and alpha is None:
-                return None
-        elif call.name == "mul" and call["input"] is not call["other"]:
-            return None
-        else:
-            power = 2.0
-        seen = view.value(call["input"], node) if isinstance(call["input"], fx.Node) else None
-        if seen is None:
-            return None
-        node = seen
-        clamped = _clamped(view, node)
-    if clamped is None:
+        whole = None if normalised is None else view.value(normalised[0], node)
+    if whole is None:
         return None
-    difference, reader, factor = clamped, node, 1.0
-    while True:
-        seen = view.value(difference, reader)
-        if seen is None or not view.is_tensor(seen):
-            return None
-        difference = seen
-        step = constant_factor(view, difference)
-        if step is None:
-            break
-        reader, difference, factor = difference, step[0], factor * step[1]
-    a, dim = _shift(view, difference) or (difference, None)
+    x, power, alpha = _raised(view, whole)
+    clamp = view.value(x, whole) if view.is_tensor(x) else None
+    if clamp is None or (power is None and alpha is None):
+        return None
+    clamped = _clamped(view, clamp)
+    seen = None if clamped is None else view.value(clamped, clamp)
+    factor = 1.0
+    while seen is not None and (step := constant_factor(view, seen)) is not None:
+        seen, factor = view.value(step[0], seen), factor * step[1]
+    if seen is None or (shifted := _shift(view, seen)) is None:
+        return None
+    a, dim = shifted
     if dim is None:
         return None
-    candidates = tuple(_scores(view, a, difference, factor, dim, alpha))
-    return Form(node, candidates, dim, power, alpha)
+    candidates = tuple(_scores(view, a, seen, factor, dim, alpha))
+    return Form(clamp, candidates, dim, power, alpha)
+
+
+def _raised(view: GraphView, node: fx.Node) -> tuple[Any, float | None, fx.Node | None]:
+    """(x, power, None) of x ** power, or (x, None, alpha) where the power is computed from alpha; a node is its own
+    first power."""
+    call = view.call(node)
+    if call is not None and call.name == "pow":
+        power = view.const(call["other"], node)
+        alpha = None if power is not None else _alpha_of_power(view, call["other"])
+        return call["input"], power, alpha
+    squared = call is not None and call.name == "mul" and call["input"] is call["other"]
+    if call is not None and (squared or call.name == "square"):
+        return call["input"], 2.0, None
+    return node, 1.0, None
 
 
 def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
