@@ -144,29 +144,20 @@ class _Reader:
         qk = scores.product
         if len(qk.summed) != 1:
             raise NoMatch("the scores are no product over one axis", qk.node)
-        operands = self._operands(scores)
         keys = list(flat((self.atoms[letter],)))
         if list(flat(self.probabilities.axes[found.dim])) != keys:
             raise NoMatch(
                 "it is normalised over another axis than the values are summed over", found.node
             )
-        with_keys = [o for o in operands if set(keys) & set(o.atoms)]
-        if len(with_keys) != 1 or not set(keys) <= set(with_keys[0].atoms):
+        (width,) = qk.summed  # the axis that queries and keys are multiplied over
+        at = {**dict(zip(qk.axes, scores.axes)), None: (), width: (WIDTH,)}
+        both = (Placed(o.node, o.reader, tuple(at[c] for c in o.axes)) for o in qk.operands)
+        q, k = sorted(both, key=lambda o: bool({*keys} & {*o.atoms}))
+        if {*keys} & {*q.atoms} or not {*keys} <= {*k.atoms}:
             raise NoMatch("the keys are in both operands of the scores, or in neither", qk.node)
-        k = with_keys[0]
-        q = operands[0] if k is operands[1] else operands[1]
         v = Placed(self.values.node, self.node, _axes(self.values, self.atoms))
         k, v = self._unrepeated(k), self._unrepeated(v)
         return self._roles(scores, q, k, v, keys)
-
-    def _operands(self, scores: Scores) -> list[Placed]:
-        """The operands of the scores with the atoms of their axes; what is summed over is WIDTH."""
-        qk = scores.product
-        at: dict[str | None, Axis] = dict(zip(qk.axes, scores.axes))
-        (summed,) = qk.summed
-        at[None], at[summed] = (), (WIDTH,)
-        both = (qk.a, qk.b)
-        return [Placed(o.node, o.reader, tuple(at[letter] for letter in o.axes)) for o in both]
 
     def _unrepeated(self, t: Placed) -> Placed:
         """Keys or values before their heads were repeated for the query heads."""

@@ -132,30 +132,27 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     bisects = call.name.endswith("_bisect")
     undefined = "nan absorbed" if bisects else "refused"
     alpha: Any = {"entmax15": 1.5, "entmax_bisect": call.get("alpha", 1.5)}.get(call.name, 2.0)
+    known = view.const(alpha, node)
     if call.name == "entmax_bisect":
         if call.get("ensure_sum_one", True) is not True:
             raise NoMatch("ensure_sum_one=False leaves the sum as the bisection found it", node)
         steps, enough = call.get("n_iter", 50), _STEPS.get(view.dtype(x), 50)
-        power = view.const(alpha, node)
-        if power is not None and power > 2:
+        if known is not None and known > 2:
             # p is a root of what is left: it takes as many times more of them
-            enough = math.ceil(min(50, enough * (power - 1)))
+            enough = math.ceil(min(50, enough * (known - 1)))
         if not isinstance(steps, int) or steps < enough:
             raise NoMatch(
                 f"n_iter={steps} stops before {view.dtype(x)} is exact (about {enough} steps), so "
                 "the result is another",
                 node,
             )
-    if isinstance(alpha, fx.Node):
-        known = view.const(alpha, node)
-        run_time = isinstance(fake(alpha), (torch.SymFloat, torch.SymInt))
-        if known is None and not (view.is_tensor(alpha) or run_time):
-            raise NoMatch("alpha is a number known only at run time", node)
-        alpha = alpha if known is None else known
-    if view.is_tensor(alpha) and not view.dtype(alpha).is_floating_point:
-        raise NoMatch(f"alpha is a tensor of {view.dtype(alpha)}", node)
-    if not isinstance(alpha, fx.Node):
-        alpha = _sane(float(alpha), node)
+    if known is not None:
+        alpha = _sane(known, node)
+    elif view.is_tensor(alpha):
+        if not view.dtype(alpha).is_floating_point:
+            raise NoMatch(f"alpha is a tensor of {view.dtype(alpha)}", node)
+    elif not isinstance(fake(alpha), (torch.SymFloat, torch.SymInt)):
+        raise NoMatch("alpha is a number known only at run time", node)
     found = Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
     # A value a row that the user subtracts first changes nothing.
     shifts = unshifted(view, x, node, dim)
