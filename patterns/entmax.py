@@ -10,6 +10,7 @@ take. Sources: Peters et al. 2019 (entmax); Correia et al. 2019 (the gradient of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 
@@ -51,9 +52,11 @@ class RowsMatch:
 
     found: Transform
     view: GraphView
-    matched_nodes: tuple[fx.Node, ...]
-    bytes_saved: int | None
     pattern, op = NAME, OP
+
+    @functools.cached_property
+    def matched_nodes(self) -> tuple[fx.Node, ...]:
+        return matched_nodes(self.view, self.found.nodes)
 
     @property
     def anchor(self) -> fx.Node:
@@ -74,6 +77,15 @@ class RowsMatch:
     @property
     def sparse(self) -> tuple[Sparse, ...]:
         return (self.found.sparse,)
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """What a training step keeps beside the probabilities: nothing for a call of the package, else the sorted
+        scores, their sums and whatever else the formula has; counted as one tensor each."""
+        if not self.view.needs_grad(self.found.source):
+            return 0
+        kept = [bytes_of(n) for n in self.found.nodes[:-1] if self.view.requires_grad(n)]
+        return None if None in kept else sum(b for b in kept if b is not None)
 
     @property
     def note(self) -> str:
@@ -122,7 +134,7 @@ class Entmax(Recogniser):
         check_device(node)
         if not view.dtype(found.source).is_floating_point:
             raise NoMatch(f"the scores are {view.dtype(found.source)}", node)
-        return RowsMatch(found, view, matched_nodes(view, found.nodes), _bytes_saved(view, found))
+        return RowsMatch(found, view)
 
     def worth(self, match: RowsMatch, view: GraphView) -> Worth:
         source = fake(match.found.source)
@@ -139,15 +151,6 @@ class Entmax(Recogniser):
         self, matches: Sequence[RowsMatch], view: GraphView
     ) -> tuple[list[RowsMatch], list[Miss]]:
         return without_outside_readers(matches, view)
-
-
-def _bytes_saved(view: GraphView, found: Transform) -> int | None:
-    """What a training step keeps beside the probabilities: nothing for a call of the package, else the sorted
-    scores, their sums and whatever else the formula has; counted as one tensor each."""
-    if not torch.is_grad_enabled() or not view.requires_grad(found.source):
-        return 0
-    kept = [bytes_of(n) for n in found.nodes[:-1] if view.requires_grad(n)]
-    return None if None in kept else sum(b for b in kept if b is not None)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
