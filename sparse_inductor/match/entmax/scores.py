@@ -239,22 +239,19 @@ class _Step:
         if self.call.name == "rsub":
             a, b = b, a
         k = k if self.call.name == "add" else -k
-        for x, c, own in ((a, b, 1.0), (b, a, k)):
-            known = self.const(c)
+        terms = ((a, 1.0), (b, k))
+        for (x, own), (other, factor) in (terms, terms[::-1]):
+            known = self.const(other)
             if known is not None and self.view.is_tensor(x):
                 return self._shifted(scaled(self.up(x), own, self.node), known)
-        for kept, dropped, sign in ((a, b, k), (b, a, 1.0)):
-            if k != 1 and kept is b:
-                continue
-            if (way := mixed(self.view, kept, dropped)) is not None:
-                x, mask, fill = way
-                found = self._masked(x, self._place(mask), fill * sign)
-                found.nodes.append(kept)
+            if own == 1 and (way := mixed(self.view, x, other)) is not None:
+                scores, mask, fill = way
+                found = self._masked(scores, self._place(mask), fill * factor)
+                found.nodes.append(x)
                 return found
         found, other = self._pick(a, b)
-        if other is a and other is not b:
-            return self._biased(scaled(found, k, self.node), a, 1.0)
-        return self._biased(found, b, k)
+        own, factor = (k, 1.0) if other is a and other is not b else (1.0, k)
+        return self._biased(scaled(found, own, self.node), other, factor)
 
     def _shifted(self, found: Scores, number: float) -> Scores:
         """A constant added to a whole row changes nothing, but for a mask that fills in a number."""
@@ -290,28 +287,25 @@ class _Step:
         """Masks as biases: adding a number so large that the score is lost is the same as filling it in."""
         assert found.fill is not None
         if found.fill > -ABSORBS:
-            raise self.decline(
-                f"scores that are masked with {found.fill:g} are masked or biased once more"
-            )
+            raise self._again(f"are masked with {found.fill:g}")
         return [dataclasses.replace(m, fill=found.fill) for m in found.masks]
 
     def _masks_to_biases(self, found: Scores) -> None:
         """z where kept, else fill: the same as adding fill, but that a sum passes the gradient on."""
         biases = self._filled(found)
         if len(found.masks) > 1:
-            raise self.decline(
-                f"scores that several masks set to {found.fill:g} are masked or biased once more; in a row that "
-                "they empty, keys that two of them drop are as good as keys that one does"
-            )
+            why = "in a row that they empty, keys that two of them drop are as good as keys that one does"
+            raise self._again(f"several masks set to {found.fill:g}", f"; {why}")
         if self.view.needs_grad(found.product.node) and not keeps_a_key(self.view, found.masks[0]):
-            raise self.decline(
-                f"scores that are masked with {found.fill:g} are masked or biased once more; a row "
-                "that they empty has another gradient"
-            )
+            why = "a row that they empty has another gradient"
+            raise self._again(f"are masked with {found.fill:g}", f"; {why}")
         if found.doubled:
-            raise self.decline("scores that are masked twice are masked or biased once more")
+            raise self._again("are masked twice")
         found.biases += biases
         found.masks, found.fill, found.unless = [], None, []
+
+    def _again(self, masked: str, why: str = "") -> NoMatch:
+        return self.decline(f"scores that {masked} are masked or biased once more{why}")
 
     def _place(self, node: Any, **fields: Any) -> Placed:
         return beside(self.view, node, self.axes, self.node, **fields)
@@ -366,7 +360,7 @@ class _Step:
         if found.shifted and fill != -math.inf:
             raise self.decline("a constant is added to scores that are masked with a number")
         if found.unless and fill != -math.inf:
-            raise self.decline("scores that are masked twice are masked or biased once more")
+            raise self._again("are masked twice")
         if found.masks and found.fill != fill:
             if fill == -math.inf and (found.fill or 0.0) > -ABSORBS:
                 excluded = dataclasses.replace(mask, fill=fill)
