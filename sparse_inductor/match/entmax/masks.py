@@ -241,6 +241,7 @@ def _zeros_where(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis
         if fill is None or view.const(one.x, node) != 0:
             continue
         if call.name != "mul" or math.isfinite(fill):  # 0 * -inf is NaN
+            fill = rounded(fill, view.dtype(node))
             return beside(view, one.keep, axes, reader, negate=one.negate, fill=fill)
     return None
 
