@@ -263,17 +263,12 @@ def mixed(
     view: GraphView, kept: fx.Node, dropped: fx.Node
 ) -> tuple[fx.Node, fx.Node, float] | None:
     """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms: GPT's way to mask."""
-    terms = view.call(kept), view.call(dropped)
-    if terms[0] is None or terms[1] is None or not terms[0].name == terms[1].name == "mul":
+    call, other = view.call(kept), view.call(dropped)
+    if call is None or other is None or not call.name == other.name == "mul":
         return None
-    scaled = constant_factor(view, dropped)
-    if scaled is None:
-        return None
-    rest, fill = scaled
-    mask = _inverted(view, rest)
-    if mask is None:
-        return None
-    for x, m in terms[0].both_ways:
+    rest, fill = constant_factor(view, dropped) or (None, 0.0)
+    mask = None if rest is None else _inverted(view, rest)
+    for x, m in call.both_ways if mask is not None else ():
         if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m, kept):
             return x, m, fill
     return None
