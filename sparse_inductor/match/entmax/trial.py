@@ -93,10 +93,10 @@ class Trial:
         self, piece: Region, score: float, at: int | slice = slice(None)
     ) -> torch.Tensor | None:
         """What becomes of a row all of whose scores, or that at one place, are set; None where it is refused."""
-        rows = self._noise(2, seed=6)
-        rows[1, at] = score
         try:
             with torch.device("cpu"), torch.no_grad():
+                rows = self._noise(2, seed=6)
+                rows[1, at] = score
                 return self._run(piece, rows)[1]
         except Untestable:
             return None
