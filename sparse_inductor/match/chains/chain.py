@@ -133,9 +133,6 @@ class Chain:
             kind = "column"  # one number for everything: a learned scale of the logits, say
         nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
         self.reads += [(n, node) for n in nodes]
-        if kind == "row" and self.linear.node in reached(nodes, self._later_inputs):
-            what = label(nodes[0])
-            raise NoMatch(f"a per-token operand ({what}) is made of what it is applied to", node)
         learned = [n for n in nodes if self.view.needs_grad(n)]
         if kind != "row":
             self._column(term, node, kind)
@@ -143,14 +140,16 @@ class Chain:
             self.tail.append(term)
         elif learned and not self.linear_after:
             what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
-            raise NoMatch(f"{what} ({label(learned[0])}) needs a gradient", node)
+            own = self.linear.node in reached(nodes, self._later_reads)
+            why = "is made of what it is applied to" if own else "needs a gradient"
+            raise NoMatch(f"{what} ({label(learned[0])}) {why}", node)
         else:
             self._row(term, node)
 
-    def _later_inputs(self, node: fx.Node) -> list[fx.Node]:
-        """What goes into a node that does not come before the linear."""
+    def _later_reads(self, node: fx.Node) -> list[fx.Node]:
+        """What a node reads that does not come before the linear."""
         order = self.view.order
-        return [n for n in node.all_input_nodes if order[n] >= order[self.linear.node]]
+        return [n for n in self.view.read_by(node) if order[n] >= order[self.linear.node]]
 
     def _row(self, term: Term, node: fx.Node) -> None:
         # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
