@@ -30,6 +30,17 @@ def compiled(fn, **options):
     return torch.compile(fn, backend=by_passes, **options)
 
 
+def verdicts():
+    return [c.verdict for c in sparse_inductor.report().checks]
+
+
+@pytest.fixture
+def splade():
+    """A head and its arguments; what is compiled is verified."""
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    return program("splade")
+
+
 def forward_and_backward(fn, args):
     outputs = fn(*args)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -86,15 +97,14 @@ def test_a_planted_bug_is_caught_and_the_unrewritten_result_kept(bug: Bug, caplo
     assert "caught by verify" in report and check.detail in report and check.source in report
 
 
-def test_what_was_caught_concerns_no_other_rewrite():
-    model, args = program("splade")
-    sparse_inductor.enable(only=PATTERN, verify=True)
+def test_what_was_caught_concerns_no_other_rewrite(splade):
+    model, args = splade
     with bug_named("bias dropped").plant():
         compiled(model)(*args)
     sparse_inductor.report().clear()
     other, args = program("soft_cap")
     compiled(other)(*args)
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
+    assert verdicts() == ["agrees"]
 
 
 EXAMPLES = [(p.name, e) for p in known().values() for e in p.examples]
@@ -110,10 +120,9 @@ def test_every_patterns_examples_agree(name, example):
     assert checks and {(c.pattern, c.verdict) for c in checks} == {(name, "agrees")}
 
 
-def test_exact_ties_agree():
-    model, (x, m) = program("splade")
+def test_exact_ties_agree(splade):
+    model, (x, m) = splade
     x = x.detach()[:, :1].repeat(1, x.shape[1], 1).requires_grad_()  # one token, six times
-    sparse_inductor.enable(only=PATTERN, verify=True)
     compiled(model)(x, m)
     (check,) = sparse_inductor.report().checks
     assert check.verdict == "agrees" and "moved" not in check.detail
@@ -142,7 +151,7 @@ def test_generated_code_checks_and_computes_the_same(dynamic):
         model, options=sparse_inductor.options(only=PATTERN, verify=True), dynamic=dynamic
     )
     torch.testing.assert_close(forward_and_backward(fn, args), expected)
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
+    assert verdicts() == ["agrees"]
     with torch.no_grad():
         torch.testing.assert_close(fn(*args), expected[0][0])
 
@@ -157,8 +166,8 @@ def test_generated_code_keeps_the_unrewritten_result():
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
-def test_autocast_is_that_of_the_operations(where):
-    model, args = program("splade")
+def test_autocast_is_that_of_the_operations(where, splade):
+    model, args = splade
 
     def inside(x, m):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -168,7 +177,6 @@ def test_autocast_is_that_of_the_operations(where):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return compiled(model)(x, m)
 
-    sparse_inductor.enable(only=PATTERN, verify=True)
     got = compiled(inside)(*args) if where == "inside" else around(*args)
     assert got.dtype == inside(*args).dtype
     (check,) = sparse_inductor.report().checks
@@ -176,38 +184,33 @@ def test_autocast_is_that_of_the_operations(where):
     assert check.plain_error is not None and check.plain_error > 1e-4  # as bf16 has it
 
 
-def test_several_rewrites_of_a_graph_are_checked_each():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = program("splade")[0], program("soft_cap")[0]
+class Two(nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.second = first, program("soft_cap")[0]
 
-        def forward(self, x, m):
-            a = self.first(x, m)
-            return a, self.second(x * a.mean(), m)
-
-    model, (x, m) = Two(), program("splade")[1]
-    sparse_inductor.enable(only=PATTERN, verify=True)
-    expected = forward_and_backward(model, (x, m))
-    torch.testing.assert_close(forward_and_backward(compiled(model), (x, m)), expected)
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees", "agrees"]
+    def forward(self, x, m):
+        a = self.first(x, m)
+        return a, self.second(x * a.mean(), m)
 
 
-def test_heads_that_share_a_linear():
-    model, (x, m) = program("splade")
-    model.pool = lambda z, mask: (
-        (torch.log1p(torch.relu(z)) * mask.unsqueeze(-1)).amax(1),
-        torch.relu(z).amax(1),
-    )
-    sparse_inductor.enable(only=PATTERN, verify=True)
-    expected = forward_and_backward(model, (x, m))
-    torch.testing.assert_close(forward_and_backward(compiled(model), (x, m)), expected)
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees", "agrees"]
+@pytest.mark.parametrize("shared", [False, True], ids=["two linears", "one linear"])
+def test_several_rewrites_of_a_graph_are_checked_each(shared, splade):
+    model, args = splade
+    if shared:
+        model.pool = lambda z, mask: (
+            (torch.log1p(torch.relu(z)) * mask.unsqueeze(-1)).amax(1),
+            torch.relu(z).amax(1),
+        )
+    else:
+        model = Two(model)
+    expected = forward_and_backward(model, args)
+    torch.testing.assert_close(forward_and_backward(compiled(model), args), expected)
+    assert verdicts() == ["agrees", "agrees"]
 
 
-def test_sizes_may_be_symbolic():
-    model, args = program("splade")
-    sparse_inductor.enable(only=PATTERN, verify=True)
+def test_sizes_may_be_symbolic(splade):
+    model, args = splade
     fn = compiled(model, dynamic=True)
     for rows in (5, 4):  # not as many sequences as positions, or one symbol stands for both
         some = tuple(t[:rows] for t in args)
@@ -215,38 +218,35 @@ def test_sizes_may_be_symbolic():
     assert len(sparse_inductor.report().checks) == 1
 
 
-def test_within_a_checkpointed_region():
-    model, args = program("splade")
+def test_within_a_checkpointed_region(splade):
+    model, args = splade
 
     def checkpointed(x, m):
         return torch.utils.checkpoint.checkpoint(model, x, m, use_reentrant=False)
 
-    sparse_inductor.enable(only=PATTERN, verify=True)
     got = compiled(checkpointed)(*args)
     leaves = [args[0], *model.parameters()]
     found = torch.autograd.grad(got.sum(), leaves)
     torch.testing.assert_close(found, torch.autograd.grad(model(*args).sum(), leaves))
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
+    assert verdicts() == ["agrees"]
 
 
-def test_in_inference_mode_and_with_frozen_parameters():
-    model, (x, m) = program("splade")
-    sparse_inductor.enable(only=PATTERN, verify=True)
+def test_in_inference_mode_and_with_frozen_parameters(splade):
+    model, (x, m) = splade
     with torch.inference_mode():
         torch.testing.assert_close(compiled(model)(x.detach(), m), model(x.detach(), m))
     model.decoder.weight.requires_grad_(False)
     torch._dynamo.reset()
     compiled(model)(x, m).sum().backward()
     assert model.decoder.bias.grad is not None and model.decoder.weight.grad is None
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees", "agrees"]
+    assert verdicts() == ["agrees", "agrees"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_precisions(dtype):
-    model, (x, m) = program("splade")
-    sparse_inductor.enable(only=PATTERN, verify=True)
+def test_precisions(dtype, splade):
+    model, (x, m) = splade
     compiled(model.to(dtype))(x.detach().to(dtype).requires_grad_(), m)
-    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
+    assert verdicts() == ["agrees"]
 
 
 def test_it_is_part_of_the_session():
@@ -292,15 +292,14 @@ def test_a_replacement_of_another_shape_is_not_put_in():
         assert "has shape [2, 4], it was [4]" in miss.reason
 
 
-def test_out_of_memory_leaves_the_rewrite_unchecked(monkeypatch):
+def test_out_of_memory_leaves_the_rewrite_unchecked(monkeypatch, splade):
     from sparse_inductor.verify import session as verify
 
     def full(self, values, needs):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(verify.Region, "_compare", full)
-    model, args = program("splade")
-    sparse_inductor.enable(only=PATTERN, verify=True)
+    model, args = splade
     torch.testing.assert_close(compiled(model)(*args), model(*args))
     (check,) = sparse_inductor.report().checks
     assert check.verdict == "unchecked"
