@@ -49,6 +49,17 @@ def test_a_poisoned_token_poisons_banned_terms_too():
     assert (result[1:, [0, 3]] == 0).all() and result[1:].isfinite().all()
 
 
+def _agrees(program, inputs, wanted, *given, only="relu_ffn"):
+    """Values and the gradients of `wanted` are those of the unrewritten program; returns the gradients."""
+    want = program(*inputs)
+    expected = torch.autograd.grad(want if given else want.sum(), wanted, *given, allow_unused=True)
+    with sparse_inductor.enabled(only=only, policy="always"):
+        got = compile_without_codegen(program)(*inputs)
+        found = torch.autograd.grad(got if given else got.sum(), wanted, *given, allow_unused=True)
+    torch.testing.assert_close((got, *found), (want, *expected), equal_nan=True)
+    return expected
+
+
 @pytest.mark.parametrize(
     "kept",
     [
@@ -70,13 +81,8 @@ def test_a_gradient_at_a_nan_is_that_of_eager(kept):
     states = torch.randn(2, 5, 8)
     states[0, 2, 3] = float("nan")
     up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
-    expected = torch.autograd.grad(block(states, up, down).sum(), (up, down))
-    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
-        got = torch.autograd.grad(
-            compile_without_codegen(block)(states, up, down).sum(), (up, down)
-        )
+    expected = _agrees(block, (states, up, down), (up, down))
     assert expected[0][:, 3].isnan().all() and expected[1].isnan().any()
-    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 _T = torch.linspace(-0.5, 0.5, 16)
@@ -106,15 +112,8 @@ def test_a_comparison_drops_what_is_no_number(kept, dropped):
     gate, bias = torch.randn(16, 8) / 3, torch.randn(16)
     bias[:3] = torch.tensor([dropped, -torch.inf, torch.inf])
     given = [t.requires_grad_() for t in (gate, bias, up, down)]
-    wanted = [given[0], given[1], given[3]]
-    value = block(h, *given)
-    expected = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
-    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
-        compiled = compile_without_codegen(block)
-        got = compiled(h, *given)
-        gradients = torch.autograd.grad(got.sum(), wanted, allow_unused=True)
-    assert compiled.calls("relu_ffn")
-    torch.testing.assert_close((got, *gradients), (value, *expected), equal_nan=True)
+    _agrees(block, (h, *given), [given[0], given[1], given[3]])
+    assert sparse_inductor.report().rewrites
 
 
 def _root_head(h, up, down):
@@ -147,12 +146,8 @@ def test_zero_times_what_is_not_finite_is_nan_in_a_gradient(program):
     other factor of a product with a comparison."""
     h = torch.randn(2, 5, 8)
     up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
-    (expected,) = torch.autograd.grad(program(h, up, down).sum(), up)
-    with sparse_inductor.enabled(policy="always"):
-        compiled = compile_without_codegen(program)
-        (got,) = torch.autograd.grad(compiled(h, up, down).sum(), up)
+    (expected,) = _agrees(program, (h, up, down), up, only=None)
     assert expected.isnan().any()
-    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("active", [torch.relu, lambda z: z * (z > 0.3)], ids=["relu", "product"])
@@ -169,11 +164,8 @@ def test_a_gradient_that_is_not_finite_is_multiplied_by_zeros(active, gated):
     dy[0, 2, 3] = torch.nan
     given = [torch.randn(s, requires_grad=True) for s in ((16, 8), (16,), (16, 8), (8, 16))]
     wanted = given if gated else [*given[:2], given[3]]
-    expected = torch.autograd.grad(block(h, *given), wanted, dy)
-    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
-        got = torch.autograd.grad(compile_without_codegen(block)(h, *given), wanted, dy)
+    expected = _agrees(block, (h, *given), wanted, dy)
     assert expected[1].isnan().any()
-    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 def test_a_term_that_is_nan_passes_a_gradient_of_zero_on():
