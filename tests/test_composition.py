@@ -103,17 +103,15 @@ def test_strict_options_raise_from_the_compile():
         compiled_with(sparse_inductor.options(only="toy", strict=True), torch.sin)
 
 
-def test_strict_options_are_content_when_it_matched():
-    compiled_with(sparse_inductor.options(only="toy", strict=True))
+def broken_in_two(x):
+    x = x * 2
+    torch._dynamo.graph_break()
+    return torch.relu(x + 1)
 
 
-def test_strict_options_wait_for_the_rest_after_a_graph_break():
-    def broken(x):
-        x = x * 2
-        torch._dynamo.graph_break()
-        return torch.relu(x + 1)
-
-    compiled_with(sparse_inductor.options(only="toy", strict=True), broken)
+@pytest.mark.parametrize("fn", [relu_of_sum, broken_in_two])
+def test_strict_options_are_content_when_it_matched_and_wait_for_that(fn):
+    compiled_with(sparse_inductor.options(only="toy", strict=True), fn)
     assert matched() == ["toy"]
 
 
