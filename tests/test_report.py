@@ -13,6 +13,7 @@ import torch
 
 import sparse_inductor
 from processes import python, threads
+from sparse_inductor import SparseIndex
 from sparse_inductor.reporting.findings import NearMiss, Rewrite
 from sparse_inductor.reporting.records import Report
 from sparse_inductor.reporting.source import source_of
@@ -255,9 +256,19 @@ def test_the_structured_trace_holds_an_artifact(tmp_path):
 
 
 def test_the_public_names_are_there():
-    for name in ("enable", "disable", "enabled", "options", "report", "explain", "register"):
+    for name in (
+        "enable",
+        "disable",
+        "enabled",
+        "options",
+        "report",
+        "explain",
+        "register",
+        "SparseIndex",
+    ):
         assert callable(getattr(sparse_inductor, name))
-        assert name in dir(sparse_inductor)
+        assert name in dir(sparse_inductor) and name in sparse_inductor.__all__
+    assert sparse_inductor.SparseIndex is SparseIndex
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = sparse_inductor.nonsense
 
