@@ -10,22 +10,13 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import sparse_inductor
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(8, 32), nn.Linear(8, 32)
-        self.down = nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.gate(x)) * self.up(x))
+from programs import Block
 
 
 @pytest.fixture
 def compiled() -> tuple[Callable[[Tensor], Tensor], Block, str]:
     torch.manual_seed(0)
-    model = Block().eval().requires_grad_(False)
+    model = Block(8).eval().requires_grad_(False)
     program = torch.compile(model, options=sparse_inductor.options(only="relu_ffn"))
     _, (code,) = run_and_get_code(program, torch.randn(3, 8))
     return program, model, code
@@ -49,7 +40,9 @@ def test_a_profiler_sees_the_operator(compiled):
 
 
 def test_unknown_sizes_are_told(compiled):
-    program = torch.compile(Block(), dynamic=True, options=sparse_inductor.options(only="relu_ffn"))
+    program = torch.compile(
+        Block(8), dynamic=True, options=sparse_inductor.options(only="relu_ffn")
+    )
     with torch.no_grad():
         _, (code,) = run_and_get_code(program, torch.randn(3, 8))
     assert "sparse_inductor_site('relu_ffn', 'cpu', False)" in code
@@ -57,17 +50,12 @@ def test_unknown_sizes_are_told(compiled):
 
 def test_arguments_that_are_left_to_defaults_are_passed_on():
     """Inductor passes them by name."""
+    decoder = nn.Linear(8, 30).requires_grad_(False)
 
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = nn.Linear(8, 30)
+    def model(hidden: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.log1p(torch.relu(decoder(hidden))) * mask.unsqueeze(-1)
+        return scores.max(dim=1).values
 
-        def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-            scores = torch.log1p(torch.relu(self.decoder(hidden))) * mask.unsqueeze(-1)
-            return scores.max(dim=1).values
-
-    model = Head().eval().requires_grad_(False)
     program = torch.compile(model, options=sparse_inductor.options(only="splade_head"))
     hidden, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
     _, (code,) = run_and_get_code(program, hidden, mask)
@@ -82,7 +70,7 @@ def test_arguments_that_are_left_to_defaults_are_passed_on():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_a_model_returns_may_be_written_to_in_every_step(device):
     torch.manual_seed(0)
-    model, x = Block().to(device), torch.randn(2, 3, 8, device=device)
+    model, x = Block(8).to(device), torch.randn(2, 3, 8, device=device)
     program = torch.compile(
         model, options=sparse_inductor.options(only="relu_ffn", policy="always")
     )

@@ -14,6 +14,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 import sparse_inductor
+from programs import Block
 from sparse_inductor import compat, graph_run, rewrite
 from sparse_inductor.pattern import Miss
 from sparse_inductor.reporting.records import Report
@@ -339,12 +340,7 @@ def test_an_operator_that_cannot_be_traced_is_not_put_in(part, monkeypatch):
     else:
         monkeypatch.setattr(op, "_fake", _planted)
         monkeypatch.setattr(op, "_check", _planted)
-    up, down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
-    x = torch.randn(5, 8, requires_grad=True)
-
-    def block(x):
-        return down(torch.relu(up(x)))
-
+    block, x = Block(8), torch.randn(5, 8, requires_grad=True)
     report = sparse_inductor.report()
     for planted in (True, False):
         report.clear()

@@ -14,7 +14,7 @@ import torch
 
 import sparse_inductor
 from processes import python
-from programs import batch, encoder
+from programs import Block, batch, encoder
 from sparse_inductor import ability, admission, rewrite
 from sparse_inductor.ops import _linear_max_aten
 from support import compile_without_codegen
@@ -35,12 +35,7 @@ def not_installed(name):
         (metadata, "version", not_installed, "triton is not installed"),
         (metadata, "version", lambda name: "3.2.0", "triton 3.2.0 is older than 3.4"),
         (shutil, "which", lambda name: None, "triton needs a C compiler"),
-        (
-            ability,
-            "_capability",
-            lambda device: (7, 5),
-            "compute capability 7.5, its kernels need 8.0",
-        ),
+        (ability, "_capability", lambda device: (7, 5), "capability 7.5, its kernels need 8.0"),
         (torch.version, "hip", "6.4", "made for NVIDIA GPUs"),
     ],
     ids=["no triton", "old triton", "no compiler", "old GPU", "other GPU"],
@@ -110,10 +105,7 @@ def test_running_out_of_memory_is_said_and_leaves_the_program_usable(monkeypatch
 def test_nested_tensors_are_left_alone():
     """The operators take none, and the pattern goes on with the next program."""
     sparse_inductor.enable(only="relu_ffn")
-    up, down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
-
-    def block(x):
-        return down(torch.relu(up(x)))
+    block = Block(8)
 
     def ragged(x, ends):
         return block(torch.nested.nested_tensor_from_jagged(x, ends)).values()
@@ -138,12 +130,7 @@ def test_inputs_of_another_class_are_left_alone(training):
     """When a graph first runs, AOTAutograd lets no operator take them, PyTorch's own neither, which are handed views
     here: those are plain tensors."""
     sparse_inductor.enable(only="relu_ffn")
-    up, down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
-
-    def block(x):
-        return down(torch.relu(up(x)))
-
-    x = torch.randn(2, 3, 8)
+    block, x = Block(8), torch.randn(2, 3, 8)
     with torch.set_grad_enabled(training):
         got = torch.compile(block)(x.as_subclass(Labelled))
     assert isinstance(got, Labelled) and got.requires_grad == training

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-import sparse_inductor
 from sparse_inductor import SparseIndex
 from support import compile_without_codegen, only, rewrites
+from test_modes import HeadOnly
 
 
 @pytest.mark.parametrize("where", ["closure", "made_inside"])
@@ -45,22 +44,10 @@ def test_a_break_in_a_function_called_sparse_is_not_torch_sparse():
         assert not report.near_misses
 
 
-class Encoder(nn.Module):
-    """SPLADE max pooling over a tiny embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.decoder = nn.Embedding(50, 16), nn.Linear(16, 200)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        logits = self.decoder(self.embed(ids))
-        return (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
-
-
 def test_encode_index_and_search_in_one_compiled_function():
     """The head is rewritten and its result goes to the index in the same graph."""
-    encoder = Encoder().eval()
+    torch.manual_seed(0)
+    encoder = HeadOnly().eval()
     texts, queries = torch.randint(0, 50, (40, 6)), torch.randint(0, 50, (3, 4))
     mask = torch.ones_like
     with torch.no_grad():
@@ -75,8 +62,3 @@ def test_encode_index_and_search_in_one_compiled_function():
             assert both.calls("index_search") == 1
     assert torch.equal(ids, want[1])
     torch.testing.assert_close(scores, want[0])
-
-
-def test_it_is_a_public_name():
-    assert sparse_inductor.SparseIndex is SparseIndex
-    assert "SparseIndex" in sparse_inductor.__all__
