@@ -165,5 +165,4 @@ def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(u
         loss = y.double().sin().sum() + (numbers[0] - 2 * numbers[2]).double().sum()
         found.append([y, numbers, *torch.autograd.grad(loss, learned)])
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, **tolerance)
+    torch.testing.assert_close(*found, **tolerance)

@@ -67,24 +67,6 @@ def test_weights_are_joined_where_it_takes_no_time(neurons, rows, training, reas
             assert_rewrites(m, (x,), {"relu_ffn": 1})
 
 
-def test_a_number_of_tokens_that_is_not_known_may_be_small():
-    with torch.no_grad(), sparse_inductor.enabled(only="relu_ffn"):
-        torch.compile(Wide(1024), dynamic=True)(torch.randn(20, 512))
-        (miss,) = sparse_inductor.report().near_misses
-    assert "too many for a number of tokens" in miss.reason
-
-
-def test_weights_of_any_size_are_not_joined():
-    def program(x, gate, a, b, down):
-        return F.relu(x @ gate + x @ a @ b) @ down
-
-    sizes = (6, 16), (16, 40), (16, 4), (4, 40), (40, 16)
-    with torch.no_grad(), sparse_inductor.enabled(only="relu_ffn"):
-        torch.compile(program, dynamic=True)(*(torch.randn(*size) for size in sizes))
-        (miss,) = sparse_inductor.report().near_misses
-    assert "of a size that is not known" in miss.reason
-
-
 def test_other_families_take_no_sums():
     class Head(nn.Module):
         def __init__(self):
@@ -120,8 +102,21 @@ def test_a_weighted_sum_is_a_row_of_the_weight_where_that_learns():
     assert op.type.startswith("float32[6, 24]")  # 16, the sum, and up to whole loads
 
 
-def test_a_weighted_sum_joins_no_weights_in_inference():
+def of_weights(x, gate, a, b, down):
+    return F.relu(x @ gate + x @ a @ b) @ down
+
+
+@pytest.mark.parametrize(
+    ("program", "sizes", "dynamic", "reason"),
+    [
+        (Weighed, [(6, 16)], None, "4 MiB of weights would be joined at every call, too many for 6 tokens"),
+        (lambda: Wide(1024), [(20, 512)], True, "too many for a number of tokens"),
+        (lambda: of_weights, [(6, 16), (16, 40), (16, 4), (4, 40), (40, 16)], True, "of a size that is not known"),
+    ],
+    ids=["a weighted sum", "unknown tokens", "weights of any size"],
+)  # fmt: skip
+def test_in_inference_nothing_is_joined(program, sizes, dynamic, reason):
     with torch.no_grad(), sparse_inductor.enabled(only="relu_ffn"):
-        torch.compile(Weighed())(torch.randn(6, 16))
+        torch.compile(program(), dynamic=dynamic)(*(torch.randn(*size) for size in sizes))
         (miss,) = sparse_inductor.report().near_misses
-    assert "4 MiB of weights would be joined at every call, too many for 6 tokens" in miss.reason
+    assert reason in miss.reason

@@ -201,8 +201,7 @@ def test_popular_neurons_change_nothing_on_a_cpu(train):
     assert torch.equal(y, same)
     if train:
         leaves = [x, *(t for t in w.values() if t is not None)]
-        for got, want in zip(*(torch.autograd.grad(t.sum(), leaves) for t in (y, same))):
-            assert torch.equal(got, want)
+        assert all(map(torch.equal, *(torch.autograd.grad(t.sum(), leaves) for t in (y, same))))
 
 
 @pytest.mark.parametrize("popular", [-1, N])
@@ -231,8 +230,7 @@ def test_the_backward_reads_popular_neurons_apart():
     got = ops.relu_ffn_backward(
         grad, stats, *call, count, index, gates, ups, found, *apart, [True] * 7
     )
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1), (2, 3), (0,)])
@@ -270,16 +268,8 @@ def test_autocast():
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        (
-            {"gate": torch.zeros(N, 3)},
-            ValueError,
-            "gate must be [N, K] with K = 6, got shape (20, 3)",
-        ),
-        (
-            {"down": torch.zeros(D, 7)},
-            ValueError,
-            "down must be [D, N] with N = 20, got shape (5, 7)",
-        ),
+        ({"gate": torch.zeros(N, 3)}, ValueError, "gate must be [N, K] with K = 6, got shape (20, 3)"),
+        ({"down": torch.zeros(D, 7)}, ValueError, "down must be [D, N] with N = 20, got shape (5, 7)"),
         ({"up": torch.zeros(7, K)}, ValueError, "up must be [N, K] = (20, 6), got shape (7, 6)"),
         ({"up": None}, ValueError, "up_bias is given without up"),
         ({"down_bias": torch.zeros(3)}, ValueError, "down_bias must be [5], got shape (3,)"),
@@ -291,7 +281,7 @@ def test_autocast():
         ({"gate_steps": "relu | row_mul(0)"}, ValueError, "takes no row operands, got 'row_mul'"),
         ({"gate_steps": "rellu"}, ValueError, "unknown step 'rellu'"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_value(change, error, says):
     x, w = tokens(2, dtype=torch.float32), weights(dtype=torch.float32)
     with pytest.raises(error) as caught:
