@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from processes import threads
 from sparse_inductor.kernels.sparse_scores import cpu as native
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops._direct import site
@@ -71,6 +73,14 @@ class Held(nn.Module):
 def queries(rows: int = 3) -> torch.Tensor:
     g = torch.Generator().manual_seed(1)
     return torch.randint(0, 3, (rows, V), generator=g).float()
+
+
+def indexed(op=CACHED) -> tuple[Held, torch.Tensor]:
+    """Documents that have an index by now, and queries."""
+    m, q = Held(op=op), queries()
+    while not m.used(q):
+        pass
+    return m, q
 
 
 @pytest.mark.parametrize(
@@ -135,9 +145,7 @@ def at_a_site():
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_seen(write, op):
     """By the operator, and where generated code calls it, which looks documents up once."""
-    m, q = Held(op=op()), queries()
-    while not m.used(q):
-        pass
+    m, q = indexed(op())
     assert m.used(q)
     WRITES[write](m)
     assert not m.used(q), "the first call after a write is scored"
@@ -146,9 +154,7 @@ def test_a_write_is_seen(write, op):
 
 def test_documents_of_inference_mode_have_no_versions():
     with torch.inference_mode():
-        m, q = Held(), queries()
-        while not m.used(q):
-            pass
+        m, q = indexed()
         m.values.mul_(-1)
         assert not m.used(q)
 
@@ -164,9 +170,7 @@ def test_each_index_takes_twice_the_calls_of_the_last():
 
 
 def test_weights_that_are_not_finite_are_scored():
-    m, q = Held(), queries()
-    while not m.used(q):
-        pass
+    m, q = indexed()
     q[1, 3] = float("inf")
     assert m.used(queries()) and not m.used(q)
     m.values.data[4, 1] = float("nan")
@@ -231,12 +235,8 @@ def test_threads(monkeypatch):
         if expected is None:
             m.values.data.mul_(2)
             expected = m(q, TOP)
-        threads = [threading.Thread(target=call, args=(expected,)) for _ in range(4)]
-        for t in threads:
-            t.start()
-        held.wait()
-        for t in threads:
-            t.join()
+        with threads(*[functools.partial(call, expected)] * 4):
+            held.wait()
         for t in threading.enumerate():  # what the threads began
             if t.name == "sparse_index_build":
                 t.join()
@@ -246,9 +246,7 @@ def test_threads(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_process_knows_no_index():
-    m, q = Held(), queries()
-    while not m.used(q):
-        pass
+    m, q = indexed()
     known = []
 
     def call():  # by a thread: OpenMP has none for the one that forked
