@@ -49,13 +49,11 @@ def check(kind, expected, dtype=torch.float32, autocast=False, dead=None, **limi
     """A step of a kind against the same uncompiled."""
     if kind is kinds.JumpReLU and torch.__version__ < (2, 13):
         pytest.skip("this torch loses the gradient of a Function that ends in a cast itself")
-    torch._dynamo.reset()
     # In bf16, too, no two pre-activations of a row are equal at the k-th place: which is taken is said nowhere.
     x = torch.randn(24, kinds.WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
     eager = kind().to(dtype)
     model = copy.deepcopy(eager)
     with sparse_inductor.enabled(policy="always"):
-        sparse_inductor.report().clear()
         got = trained(model, x, dead, compile_without_codegen(model.step), autocast)
         assert counted(sparse_inductor.report()) == expected
     want = trained(eager, x, dead, eager.step, autocast)
@@ -123,10 +121,8 @@ def test_dead_neurons_that_learn_what_is_left_over(kind, expected):
     ],
 )
 def test_inference(kind, expected):
-    torch._dynamo.reset()
     model, x = kind(), torch.randn(24, kinds.WIDTH)
     with sparse_inductor.enabled(policy="always"), torch.no_grad():
-        sparse_inductor.report().clear()
         y = compile_without_codegen(model)(x)
         assert counted(sparse_inductor.report()) == expected
         torch.testing.assert_close(y, model(x))

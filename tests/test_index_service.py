@@ -229,7 +229,6 @@ class Counted:
 @pytest.mark.parametrize("query", ["dense", "pair", "one"])
 def test_a_compiled_search_is_compiled_once(weights, query):
     index, count = SparseIndex.build(collection(), weights=weights), Counted()
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend=count)
     def retrieve(x):
@@ -251,7 +250,6 @@ def test_a_compiled_search_is_compiled_once(weights, query):
 def test_a_compiled_model_with_several_indexes_is_compiled_once():
     """They are one piece of code to Dynamo, and share what it compiled."""
     count, indexes = Counted(), [SparseIndex.build(collection(n)) for n in (3, 5, 9)]
-    torch._dynamo.reset()
     search = torch.compile(lambda index, x: index.search(x, 2), fullgraph=True, backend=count)
     x = queries_of()
     for _ in range(2):

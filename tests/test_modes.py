@@ -25,7 +25,7 @@ BOTH = {"splade_head", "entmax_attention"}
 @pytest.fixture
 def report():
     sparse_inductor.enable()
-    yield sparse_inductor.report()
+    return sparse_inductor.report()
 
 
 def rewritten(report) -> set[str]:

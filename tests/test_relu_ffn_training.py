@@ -44,7 +44,6 @@ def _matched_on(device, tokens, statistics=False):
     graphs = []
     shapes = ((tokens, 64), (256, 64), (256, 64), (64, 256))
     inputs = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    torch._dynamo.reset()
     torch.compile(block, backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
     with FakeTensorMode():
         for node in graphs[0].graph.nodes:

@@ -45,8 +45,6 @@ def test_rows_that_queries_may_not_have(dynamic):
     cols, rows, q = torch.arange(6), torch.arange(6), torch.rand(3, 8)
     with sparse_inductor.enabled(only="sparse_scores"), torch.no_grad():
         report = sparse_inductor.report()
-        report.clear()
-        torch._dynamo.reset()
         compile_without_codegen(score, dynamic=dynamic)(q, cols, rows, torch.rand(6))
         said = [m.reason for m in report.near_misses]
         assert len(report.rewrites) == (not dynamic)
