@@ -111,9 +111,8 @@ def test_two_patterns_share_what_makes_the_package_visible():
         assert _graphs(lambda x: entmax.sparsemax(x) * 2, x) == 1
 
 
-@pytest.mark.heavy
-def test_a_substitute_of_the_users_own_is_kept():
-    code = """
+PROGRAMS = {
+    "a substitute of the user's own is kept": """
 import torch, entmax, sparse_inductor
 @torch.compiler.substitute_in_graph(entmax.entmax15)
 def mine(X, dim=-1, k=None):
@@ -124,12 +123,8 @@ assert compiled(torch.ones(3)).tolist() == [5, 5, 5]
 sparse_inductor.disable()
 torch._dynamo.reset()
 assert compiled(torch.ones(3)).tolist() == [5, 5, 5]
-"""
-    python("-c", code)
-
-
-def test_the_package_may_be_imported_after_enable():
-    code = """
+""",
+    "it may be imported after enable": """
 import sys, torch, sparse_inductor
 sparse_inductor.enable(only="entmax")
 import entmax
@@ -141,20 +136,21 @@ def backend(gm, inputs):
     return gm.forward
 torch.compile(lambda x: entmax.sparsemax(x, k=3) * 2, backend=backend)(x)
 assert count == 1, count
-"""
-    python("-c", code)
-
-
-def test_without_the_package_nothing_is_missed():
-    code = """
+""",
+    "without it nothing is missed": """
 import sys
 sys.modules["entmax"] = None  # not importable
 import torch, sparse_inductor
 sparse_inductor.enable(strict=False)
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
 sparse_inductor.disable()
-"""
-    python("-c", code)
+""",
+}
+
+
+@pytest.mark.parametrize("name", [heavy(name) if "kept" in name else name for name in PROGRAMS])
+def test_the_package_in_a_process_of_its_own(name):
+    python("-c", PROGRAMS[name])
 
 
 def test_options_rewrite_what_dynamo_shows():
@@ -165,9 +161,7 @@ def test_options_rewrite_what_dynamo_shows():
     def attend(q, k, v):
         return entmax.sparsemax(q @ k.mT, dim=-1) @ v
 
-    report = sparse_inductor.report()
-    report.clear()
     compiled = torch.compile(attend, options=sparse_inductor.options(only=ATTENTION))
     with torch.no_grad():
         torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
-    assert len(rewrites(report, ATTENTION)) == 1
+    assert len(rewrites(sparse_inductor.report(), ATTENTION)) == 1
