@@ -147,16 +147,13 @@ def test_latencies_have_a_column_of_their_own_where_there_are_any(tmp_path):
 def test_files_written_before_there_were_latencies_are_read(tmp_path):
     path = tmp_path / "old.json"
     old = {"case": "case", "contender": "ours", "ms": 1.0, "note": ""}
-    path.write_text(
-        json.dumps(
-            {
-                "family": "f",
-                "command": "c",
-                "machine": {},
-                "rows": [],
-                "samples": [old],
-                "points": [],
-            }
-        )
-    )
+    found = {
+        "family": "f",
+        "command": "c",
+        "machine": {},
+        "rows": [],
+        "samples": [old],
+        "points": [],
+    }
+    path.write_text(json.dumps(found))
     assert Results.read(path).samples == [Sample("case", "ours", 1.0)]

@@ -285,14 +285,7 @@ def run_pytest(tmp_path: Path, text: str, *options: str) -> str:
 def test_markers_and_fixtures(tmp_path):
     out = run_pytest(tmp_path, PLUGIN_TESTS, "--triton-interpret")
     assert "no CUDA GPU" in out
-    for name in (
-        "nan",
-        "nan_is_over",
-        "kernel[interpreter]",
-        "clean",
-        "still_clean",
-        "raises_on_purpose",
-    ):
+    for name in "nan nan_is_over kernel[interpreter] clean still_clean raises_on_purpose".split():
         assert f"PASSED test_theirs.py::test_{name}\n" in out, out
     assert "1 error" in out and "patterns raised: ['mine: RuntimeError: oops']" in out
     assert "Triton's interpreter is on" in out
