@@ -17,12 +17,13 @@ INF = math.inf
 
 def written_out(
     q, k, v, alpha=1.5, scale=None, mask=None, bias=None, causal=False, fill=-INF,
-    added=False, query_lengths=None, key_lengths=None,
+    added=False, query_lengths=None, key_lengths=None, rows=entmax,
 ):  # fmt: skip
+    """`rows` makes probabilities of scores and alpha."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     z = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     Lq, Lk = z.shape[-2:]
-    i, j = torch.arange(Lq)[:, None], torch.arange(Lk)
+    i, j = torch.arange(Lq, device=z.device)[:, None], torch.arange(Lk, device=z.device)
     if bias is not None:
         z = z + bias
     if mask is not None:
@@ -33,7 +34,7 @@ def written_out(
         z = torch.where(j < key_lengths[:, None, None, None], z, -INF)
     if query_lengths is not None:
         z = torch.where(i < query_lengths[:, None, None, None], z, -INF)
-    return entmax(z, alpha) @ v
+    return rows(z, alpha) @ v
 
 
 def fill_in(z, fill, added):

@@ -9,6 +9,7 @@ import torch
 
 from sparse_inductor.kernels.entmax_attention import attention as entmax_attention
 from support import heavy
+from test_entmax_attention_op import written_out
 
 # Norm of the error over the norm of the truth: accumulation order in fp32; the operands' and p's
 # rounding at 16 bits.
@@ -59,26 +60,8 @@ class Entmax(torch.autograd.Function):
         return dz, dalpha.sum_to_size(alpha.shape)
 
 
-def reference(
-    q, k, v, scale, bias, mask, alpha, query_lengths, key_lengths, alpha_value, fill, causal, added
-):  # fmt: skip
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    z = scale * (q @ k.transpose(-1, -2))
-    Lq, Lk = z.shape[-2:]
-    i, j = torch.arange(Lq, device=z.device)[:, None], torch.arange(Lk, device=z.device)[None]
-    if bias is not None:
-        z = z + bias
-    fill = z - z.detach() + fill if added else fill
-    if mask is not None:
-        z = torch.where(mask, z, fill)
-    if causal:
-        z = torch.where(j <= i + Lk - Lq, z, fill)
-    if key_lengths is not None:
-        z = z.masked_fill((j >= key_lengths[:, None])[:, None, None, :], -math.inf)
-    p = Entmax.apply(z, z.new_tensor(alpha_value) if alpha is None else alpha)
-    if query_lengths is not None:
-        p = p * (i[None, :, 0] < query_lengths[:, None])[:, None, :, None]
-    return p @ v
+def by_bisection(z, alpha):
+    return Entmax.apply(z, alpha if isinstance(alpha, torch.Tensor) else z.new_tensor(alpha))
 
 
 def operands(
@@ -113,7 +96,9 @@ def truth(q, k, v, grad, **keywords):
         if keywords[name] is not None:
             keywords[name] = keywords[name].double().requires_grad_()
             leaves.append(keywords[name])
-    out = reference(*leaves[:3], **keywords)
+    value = keywords.pop("alpha_value")
+    alpha = value if keywords["alpha"] is None else keywords["alpha"]
+    out = written_out(*leaves[:3], **{**keywords, "alpha": alpha}, rows=by_bisection)
     return out, *torch.autograd.grad(out, leaves, grad.double())
 
 
@@ -127,16 +112,16 @@ def check(q, k, v, grad, tolerance=0.0, **keywords):
     return actual
 
 
-def check_nan(tensors, row):
-    """A NaN in a row of the queries of head 1 is seen in that row alone."""
+def check_nan(tensors, row, off=0.0):
+    """A NaN in a row of the queries of the last head is seen in that row alone; others may be so far off."""
     q, k, v, _ = tensors
-    keywords = {**PLAIN, "scale": 0.25, "training": True}
+    keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, "training": True}
     clean, _ = entmax_attention.forward(q, k, v, **keywords)
-    q[0, 1, row] = math.nan
+    q[0, -1, row] = math.nan
     out, _ = entmax_attention.forward(q, k, v, **keywords)
-    assert out[0, 1, row].isnan().all()
-    out[0, 1, row] = clean[0, 1, row]
-    assert torch.equal(out, clean)
+    assert out[0, -1, row].isnan().all()
+    out[0, -1, row] = clean[0, -1, row]
+    torch.testing.assert_close(out, clean, rtol=0, atol=off)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, heavy(torch.float16), torch.bfloat16])
