@@ -93,6 +93,17 @@ def run(parts, q, k, deleted, device, **options):
     return [t.cpu() for t in found], sum(int((s.status == 1).sum()) for s in made)
 
 
+def searched(parts, q, k, device, deleted=(), **options):
+    """How many queries a search had to answer by scoring everything; it finds the best of what is kept."""
+    gone = torch.zeros(sum(s.count for s in parts), dtype=torch.bool, device=device)
+    gone[list(deleted)] = True
+    (scores, ids), scored_all = run(parts, q, k, gone, device, **options)
+    best, right = truth(dense_of(parts), q, k, gone.cpu())
+    assert torch.equal(ids, right)
+    assert torch.equal(scores, best)
+    return scored_all
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch", [1, 3, 20])
 def test_documents_kernels_add_up_rows(batch, dtype, device):
@@ -210,16 +221,9 @@ def test_packing_more_is_packing_all(larger, small_chunks, device):
 def test_search_is_exact(precision, negative, device):
     """Chunks as they are on a GPU; deleted documents; weights of every precision and sign."""
     parts = segments(collection(20000, negative=negative), precision, device, size=9000)
-    deleted = torch.zeros(20000, dtype=torch.bool, device=device)
-    deleted[5:50] = True
-    q = queries()
-    (scores, ids), scored_all = run(
-        parts, q, 20, deleted, device, shared=None if device.type == "cuda" else False
-    )
-    best, right = truth(dense_of(parts), q, 20, deleted.cpu())
+    shared = None if device.type == "cuda" else False
+    scored_all = searched(parts, queries(), 20, device, range(5, 50), shared=shared)
     assert scored_all == 0, "the threshold held for every query"
-    assert torch.equal(ids, right)
-    assert torch.equal(scores, best)
 
 
 @pytest.mark.heavy
@@ -227,13 +231,7 @@ def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(
     device, monkeypatch, sorting
 ):
     monkeypatch.setattr(search, "rank_in_sample", lambda expected, k: 1)
-    parts = segments(collection(8400), device=device)
-    deleted = torch.zeros(8400, dtype=torch.bool, device=device)
-    q = queries()
-    (scores, ids), scored_all = run(parts, q, 50, deleted, device)
-    best, right = truth(dense_of(parts), q, 50, deleted.cpu())
-    assert scored_all == 3
-    assert torch.equal(ids, right) and torch.equal(scores, best)
+    assert searched(segments(collection(8400), device=device), queries(), 50, device) == 3
 
 
 def test_queries_without_enough_matches_ties_and_no_terms(device, sorting):
@@ -258,26 +256,17 @@ def test_a_collection_ordered_by_topic_is_sampled_fairly(device):
     dense = torch.rand(20000, V, generator=g) * (torch.rand(20000, V, generator=g) < 0.05)
     for t in range(10):
         dense[topic == t, 6 * t : 6 * t + 3] += torch.rand(2000, 3, generator=g)
-    parts = segments(dense, device=device, size=9000)
-    deleted = torch.zeros(20000, dtype=torch.bool, device=device)
     q = torch.zeros(2, V)
     q[0, 0:3] = torch.rand(3, generator=g)
     q[1, 54:57] = torch.rand(3, generator=g)
-    (scores, ids), scored_all = run(parts, q, 30, deleted, device)
-    best, right = truth(dense, q, 30, deleted.cpu())
-    assert scored_all == 0
-    assert torch.equal(ids, right) and torch.equal(scores, best)
+    assert searched(segments(dense, device=device, size=9000), q, 30, device) == 0
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("k", [1, 300])
 def test_any_number_of_results(k, device):
     parts = segments(collection(20000, share=0.3), device=device, size=20000)
-    deleted = torch.zeros(20000, dtype=torch.bool, device=device)
-    q = queries(2, share=0.5)
-    (scores, ids), _ = run(parts, q, k, deleted, device)
-    best, right = truth(dense_of(parts), q, k, deleted.cpu())
-    assert torch.equal(ids, right) and torch.equal(scores, best)
+    searched(parts, queries(2, share=0.5), k, device)
 
 
 def test_a_small_collection_and_too_many_results(device):
