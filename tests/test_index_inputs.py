@@ -216,54 +216,41 @@ def test_weights_may_be_of_dtypes_that_torch_computes_little_in(dtype):
     assert holds(SparseIndex.build(list(dense)), dense.float())
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["scipy", "csr", "coo", "pairs", "rows", "numpy", "generator", "generator of pairs"],
-)
+def refilled(dense, buffer):
+    for first in range(0, len(dense), 2):
+        buffer.copy_(dense[first : first + 2])
+        yield buffer
+
+
+def refilled_pairs(dense, held):
+    terms = np.arange(V)
+    for row in dense:
+        held[:] = row
+        yield terms, held
+
+
+BUFFERS = {
+    "scipy": lambda d: (m := csr(d), [m.data, m.indices, m.indptr]),
+    "csr": lambda d: (m := d.to_sparse_csr(), [m.values(), m.col_indices(), m.crow_indices()]),
+    "coo": lambda d: (m := d.to_sparse(), [m._values(), m._indices()]),
+    "pairs": lambda d: (
+        m := [(r.nonzero()[:, 0], r[r != 0]) for r in d],
+        [t for p in m for t in p],
+    ),
+    "rows": lambda d: (list(d), [d]),
+    "numpy": lambda d: (m := d.numpy(), [m]),
+    "generator": lambda d: (refilled(d.clone(), m := torch.zeros(2, V)), [m]),
+    "generator of pairs": lambda d: (refilled_pairs(d.clone(), m := np.zeros(V, np.float32)), [m]),
+}
+
+
+@pytest.mark.parametrize("form", BUFFERS)
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
 def test_the_caller_may_change_what_it_gave(form, weights):
     """At once, or while a generator goes on with the same buffers."""
-    dense = collection()
-    values = dense.clone()
-    if form == "scipy":
-        given = csr(values)
-        buffers = [given.data, given.indices, given.indptr]
-    elif form == "csr":
-        given = values.to_sparse_csr()
-        buffers = [given.values(), given.col_indices(), given.crow_indices()]
-    elif form == "coo":
-        given = values.to_sparse()
-        buffers = [given._values(), given._indices()]
-    elif form == "pairs":
-        given = [(r.nonzero()[:, 0], r[r != 0]) for r in values]
-        buffers = [t for pair in given for t in pair]
-    elif form == "numpy":
-        given = values.numpy()
-        buffers = [given]
-    else:
-        given, buffers = values, [values]
-    if form == "generator":
-        row, first = torch.zeros(2, V), 0
-
-        def refilled():
-            nonlocal first
-            for first in range(0, 8, 2):
-                row.copy_(dense[first : first + 2])
-                yield row
-
-        given, buffers, dense = refilled(), [row], dense[:8]
-    elif form == "generator of pairs":
-        terms, held = np.arange(V), np.zeros(V, np.float32)
-
-        def pairs():
-            for row in dense:
-                held[:] = row
-                yield terms, held
-
-        given, buffers = pairs(), [held]
-    elif form == "rows":
-        given = list(values)
-    index, alone = SparseIndex.build(given, num_terms=V, weights=weights), None
+    dense = collection(8)
+    given, buffers = BUFFERS[form](dense.clone())
+    index = SparseIndex.build(given, num_terms=V, weights=weights)
     alone = SparseIndex.build(dense, weights=weights)
     for buffer in buffers:
         buffer[...] = 0
