@@ -31,10 +31,13 @@ class Kernel:
     def __getitem__(self, grid):
         def first(*args, num_warps, **constants):
             compiled = Compiled(self, args, tuple(constants.values()))
-            compiled[grid](*args, *constants.values())
+            self.launch(compiled, grid, *args, *constants.values())
             return compiled
 
         return first
+
+    def launch(self, compiled, grid, *args) -> None:
+        compiled[grid](*args)
 
 
 class Config(ctypes.Structure):
@@ -264,13 +267,18 @@ def test_another_setting_is_planned_anew(monkeypatch):
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(
-    "between",
-    [lambda t: t.sum().item(), lambda t: t.add_(ELSEWHERE), lambda t: torch.tensor([1.0]) * t],
-    ids=["reads a number", "a tensor of its own", "a tensor from the host"],
-)
-def test_a_call_that_depends_on_more_than_its_arguments_goes_its_usual_way(between):
-    call = operator(Kernel(double), between)
+USUAL = {
+    "reads a number": {"between": lambda t: t.sum().item()},
+    "a tensor of its own": {"between": lambda t: t.add_(ELSEWHERE)},
+    "a tensor from the host": {"between": lambda t: torch.tensor([1.0]) * t},
+    "a part is the result": {"end": lambda out: out[1:]},
+    "one tensor is two results": {"end": lambda out: (out, out.view(-1))},
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_what_depends_on_more_than_its_arguments_or_shares_memory_goes_its_usual_way(name):
+    call = operator(Kernel(double), **USUAL[name])
     for x in draws(5):
         call(x, [], "a")
     assert call.planned == 5
@@ -415,16 +423,6 @@ def test_views_and_allocations_are_nothing_more():
     assert planned(call) == 2
 
 
-@pytest.mark.parametrize(
-    "end", [lambda out: out[1:], lambda out: (out, out.view(-1))], ids=["a part", "one twice"]
-)
-def test_results_that_share_memory_are_not_replayed(end):
-    call = operator(Kernel(double), end=end)
-    for x in draws(5):
-        call(x, [], "a")
-    assert call.planned == 5
-
-
 def test_nested_results_with_empty_ones_and_none():
     call = operator(Kernel(double), end=lambda out: (out.view(20), [None, out.new_empty(0, 3)]))
     for x in draws(5):
@@ -447,6 +445,17 @@ def test_a_tensor_from_before_is_not_written_into_a_plan():
     for x in draws(4):
         call(x)
     assert list(replay._plans.values()) == [None]
+
+
+def doubled(kernel: Kernel, part=lambda t: t):
+    """The second of two tensors, or a part of it, times 2."""
+
+    def fn(a, b):
+        out = torch.empty_like(part(a))
+        launch(kernel, (1,), (part(b), out, 8), {"F": 2}, 4)
+        return out
+
+    return fn
 
 
 def test_inputs_that_share_a_storage_are_told_apart():
@@ -475,14 +484,7 @@ def test_inputs_that_share_a_storage_are_told_apart():
 
 
 def test_one_tensor_given_twice_is_no_plan_for_two():
-    kernel = Kernel(double)
-
-    def fn(a, b):
-        out = torch.empty_like(a)
-        launch(kernel, (1,), (b, out, 8), {"F": 2}, 4)
-        return out
-
-    call = replay.replayed(fn)
+    call = replay.replayed(doubled(Kernel(double)))
     same = torch.randn(8)
     for _ in range(3):
         call(same, same)
@@ -493,13 +495,7 @@ def test_one_tensor_given_twice_is_no_plan_for_two():
 def test_one_tensor_given_twice_is_replayed_where_it_is_again():
     """As the weight of both projections: a part of it, which only its storage tells."""
     kernel = Kernel(double)
-
-    def fn(a, b):
-        out = torch.empty_like(a[8:])
-        launch(kernel, (1,), (b[8:], out, 8), {"F": 2}, 4)
-        return out
-
-    site = replay.Site(fn)
+    site = replay.Site(doubled(kernel, lambda t: t[8:]))
     for _ in range(4):
         same = torch.randn(16)
         torch.testing.assert_close(site(same, same), 2 * same[8:])
@@ -564,11 +560,6 @@ def test_a_kernel_whose_parameters_the_driver_sees_otherwise_is_not_replayed(mor
     assert planned(operator(Kernel(double))) == 4 and [*replay._plans.values()] == [None]
 
 
-def test_without_a_compiler_nothing_is_replayed(monkeypatch):
-    monkeypatch.setattr(replay, "available", lambda: None)
-    assert planned(operator(Kernel(double))) == 4 and [*replay._plans.values()] == [None]
-
-
 def test_a_tensor_map_is_the_end_of_what_triton_makes(monkeypatch):
     nvidia = pytest.importorskip("triton.backends.nvidia.driver")
     made = type("Made", (bytes,), {"__slots__": ()})
@@ -582,26 +573,15 @@ def test_a_tensor_map_is_the_end_of_what_triton_makes(monkeypatch):
 class Elsewhere(Kernel):
     """Launched past `CompiledKernel.run`."""
 
-    def __getitem__(self, grid):
-        def first(*args, num_warps, **constants):
-            compiled = Compiled(self, args, tuple(constants.values()))
-            compiled._run(*grid, 1, 1, 0, *(None,) * 5, *args, *constants.values())
-            return compiled
-
-        return first
+    def launch(self, compiled, grid, *args) -> None:
+        compiled._run(*grid, 1, 1, 0, *(None,) * 5, *args)
 
 
 class Reordered(Kernel):
     """Its launches get the function last of what comes before the arguments."""
 
-    def __getitem__(self, grid):
-        def first(*args, num_warps, **constants):
-            compiled = Compiled(self, args, tuple(constants.values()))
-            first = (*grid, 1, 1, 0, *(None,) * 4, compiled.function)
-            compiled.run(*first, *args, *constants.values())
-            return compiled
-
-        return first
+    def launch(self, compiled, grid, *args) -> None:
+        compiled.run(*grid, 1, 1, 0, *(None,) * 4, compiled.function, *args)
 
 
 @pytest.mark.parametrize("kernel", [Elsewhere, Reordered])
@@ -609,9 +589,17 @@ def test_an_operator_whose_launches_are_not_seen_is_planned_anew(kernel):
     assert planned(operator(kernel(double))) == 4
 
 
-def test_without_a_place_to_see_launches_from_nothing_is_replayed(monkeypatch):
-    monkeypatch.setattr(triton.compiler, "CompiledKernel", type("CompiledKernel", (), {}))
-    assert planned(operator(Kernel(double))) == 4
+NEVER = {
+    "without a compiler": (replay, "available", lambda: None),
+    "without a place to see launches from": (triton.compiler, "CompiledKernel", object),
+    "with much scratch memory": (replay, "MOST_SCRATCH", 100),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_nothing_is_replayed(name, monkeypatch):
+    monkeypatch.setattr(*NEVER[name])
+    assert planned(operator(Kernel(double))) == 4 and [*replay._plans.values()] == [None]
 
 
 def test_a_launch_that_triton_makes_itself_is_part_of_a_plan():
@@ -619,11 +607,6 @@ def test_a_launch_that_triton_makes_itself_is_part_of_a_plan():
     call = operator(kernel, lambda t: other[(1,)](t[8:], t[8:], 20, F=3, num_warps=4))
     assert planned(call, factor=12) == 2
     assert other.launched == 4
-
-
-def test_much_scratch_memory_is_freed_on_the_way_instead(monkeypatch):
-    monkeypatch.setattr(replay, "MOST_SCRATCH", 100)
-    assert planned(operator(Kernel(double))) == 4
 
 
 def test_a_failing_call_leaves_no_plan():
