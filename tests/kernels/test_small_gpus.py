@@ -84,13 +84,8 @@ def listed_rows() -> None:
             kinds = dict.fromkeys(
                 "x dy up gate down d_gate d_up hidden a b c d out".split(), "*bf16"
             )
-            kinds |= {
-                "length": "*i32",
-                "arrived": "*i32",
-                "rows": "*i32",
-                "parts": "*fp32",
-                "THRESHOLD": "fp32",
-            }
+            kinds |= dict.fromkeys(("length", "arrived", "rows"), "*i32")
+            kinds |= {"parts": "*fp32", "THRESHOLD": "fp32"}
             types = [kinds.get(n, "i32") for n in kernel.arg_names if n not in constants]
             found = compiled(kernel, types, constants, capability=capability, **options)
             assert 0 < found.metadata.shared <= kib * 1024, (kernel.__name__, capability)

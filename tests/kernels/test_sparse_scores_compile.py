@@ -33,6 +33,7 @@ PREPARE = (
     "*fp32 *i32 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32"
 )
 SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
+SORT = "*i64 *i32 *i32 *fp32 *i32 *i32 *i32 *i64 *fp32 *i64 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
 RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i32 *fp32 *i64 *i32 i32 i32 i32"
 EVERYTHING = (
@@ -46,63 +47,36 @@ KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True, "PDL": True}
 
 def forms():
     """(module, kernel, types of the arguments, constants, options) of everything that is launched."""
+    warps, many = {"num_warps": 8}, {"num_warps": 8, "maxnreg": 64}
     for ranked, listed in ((0, False), (8192, True), (0, True)):
         const = {"CHUNK": 8192, "RANKED": ranked, "LISTED": listed}
-        registers = {"maxnreg": 64 if ranked else 40}
-        yield (
-            "accumulate",
-            "shared_kernel",
-            f"{LISTS} {SIZES}",
-            const,
-            {"num_warps": 8, **registers},
-        )
-        yield (
-            "accumulate",
-            "portable_kernel",
-            f"*i32 i32 {LISTS} {SIZES}",
-            {**const, **SCORE},
-            {"num_warps": 8},
-        )
+        options = {**warps, "maxnreg": 64 if ranked else 40}
+        yield "accumulate", "shared_kernel", f"{LISTS} {SIZES}", const, options
+        types = f"*i32 i32 {LISTS} {SIZES}"
+        yield "accumulate", "portable_kernel", types, {**const, **SCORE}, warps
     for portable in (True, False):
         const = {"BLOCK": 8192, "SORTED": portable, "BITS": portable}
         yield "search", "_prepare_kernel", PREPARE, const, {"num_warps": 16}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
     for proved in (True, False):
         const = {"ROOM": 2048, "PROVED": proved, "PDL": proved}
-        yield (
-            "select",
-            "select_kernel",
-            SELECT,
-            {**const, "BLOCK": 4096, "PART": 1024},
-            {"num_warps": 8, "maxnreg": 64},
-        )
-        types = "*i64 *i32 *i32 *fp32 *i32 *i32 *i32 *i64 *fp32 *i64 i32"
-        yield (
-            "sort",
-            "sort_kernel",
-            types,
-            {**const, "SMALL": 1024},
-            {"num_warps": 8, "maxnreg": 64, "launch_pdl": proved},
-        )
+        yield "select", "select_kernel", SELECT, {**const, "BLOCK": 4096, "PART": 1024}, many
+        options = {**many, "launch_pdl": proved}
+        yield "sort", "sort_kernel", SORT, {**const, "SMALL": 1024}, options
     for weight, by in (("*fp32", False), ("*fp16", False), ("*u8", True)):
+        of_weights = {**KINDS, "BYTES": by, "DOCS": 16}
         for filtered in (True, False):
-            const = {
-                **KINDS,
-                "BYTES": by,
-                "DOCS": 16,
-                "FILTERED": filtered,
-                "RANKED": filtered,
-                "BITS": not filtered,
-            }
-            yield (
-                "rescore",
-                "rescore_kernel",
-                RESCORE.format(weight),
-                const,
-                {"num_warps": 8, "maxnreg": 64, "launch_pdl": True},
-            )
-        const = {**KINDS, "BYTES": by, "DOCS": 16, "WIDTH": 32, "GROUP": 4, "READ": 512}
-        const |= {"SMALL": 1024, "SORTED": not by}
+            const = {**of_weights, "FILTERED": filtered, "RANKED": filtered, "BITS": not filtered}
+            options = {**many, "launch_pdl": True}
+            yield "rescore", "rescore_kernel", RESCORE.format(weight), const, options
+        const = {
+            **of_weights,
+            "WIDTH": 32,
+            "GROUP": 4,
+            "READ": 512,
+            "SMALL": 1024,
+            "SORTED": not by,
+        }
         options = {"num_warps": 8, "maxnreg": 128, "launch_pdl": True}
         yield "rescore", "everything_kernel", EVERYTHING.format(weight), const, options
     yield "merge", "_keys_kernel", "*fp32 *i64 *i64 i32 i32", {"BLOCK": 1024}, {}
@@ -117,8 +91,7 @@ def forms():
         yield "best", "_results_kernel", f"*i64 {scores} *i64 i32", {"BLOCK": 1024}, {}
     wide = {f"WIDE{i}": i == 0 for i in range(4)}
     types = "*i64 *i64 i32 *i32 i32 *i16 i32 *i8 i32 *fp32 i32 *i32 *i64"
-    options = {"num_warps": 8, "maxnreg": 64}
-    yield "checksum", "_checksum_kernel", types, {"TILE": 1024, **wide}, options
+    yield "checksum", "_checksum_kernel", types, {"TILE": 1024, **wide}, many
     for table, ids, padded in (
         ("*fp32", "*i64", True),
         ("*fp64", "*i16", False),
