@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -91,6 +91,27 @@ def error(got: torch.Tensor, truth: torch.Tensor, precision: torch.dtype) -> flo
         return 0.0
     low = TOLERANCE[precision] > 1e-3
     return float(gap.square().mean().sqrt() if low else gap.max())
+
+
+def relative(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """The norm of the error over that of the truth."""
+    truth = truth.double()
+    return ((got.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+
+
+def in_a_graph(call: Callable[[], Any], before: int = 0) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call, which is made so often on another stream before, and what it writes to."""
+    if before:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(before):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    return graph, made
 
 
 class Promises(TorchDispatchMode):

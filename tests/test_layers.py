@@ -25,7 +25,7 @@ from sparse_inductor.layers import KernelWarning, Layer, Operator
 from sparse_inductor.ops import _dispatch, _merge
 from sparse_inductor.pattern import registered
 from sparse_inductor.testing import compile_without_codegen
-from support import Promises, one_in
+from support import Promises, in_a_graph, one_in
 
 ops = torch.ops.sparse_inductor
 
@@ -631,15 +631,7 @@ def test_cuda_graphs_of_programs_whose_kernels_fail(name):
         warnings.simplefilter("ignore", KernelWarning)
         program, tensors = CASES[name](cuda)
         leaves = [t.requires_grad_() for t in tensors]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step(program, leaves, training=True)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = step(program, leaves, training=True)
+        graph, got = in_a_graph(lambda: step(program, leaves, training=True), before=2)
     assert {f.layer for f in layers.fallbacks()} == {Layer.ATEN}
     graph.replay()
     torch.cuda.synchronize()

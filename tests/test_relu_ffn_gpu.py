@@ -11,6 +11,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 import sparse_inductor
 from sparse_inductor.kernels.common import replay
 from sparse_inductor.kernels.common.side_stream import SideStream, _side_stream
+from support import in_a_graph
 
 pytestmark = pytest.mark.gpu
 relu_ffn = sparse_inductor.ops.relu_ffn
@@ -148,9 +149,7 @@ def test_a_graph_follows_who_is_popular(popular):
     with torch.no_grad():
         for _ in range(3):
             relu_ffn(x, **w, popular=popular)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = relu_ffn(x, **w, popular=popular)
+        graph, y = in_a_graph(lambda: relu_ffn(x, **w, popular=popular))
         for order in (torch.arange(2048), torch.arange(2048).flip(0), torch.randperm(2048)):
             w["gate"][:, -1] = w["gate"][order.cuda(), -1]
             graph.replay()
@@ -184,9 +183,7 @@ def test_a_graph_follows_the_density(M):
     x, w = make(M, share=0.01)
     with torch.no_grad():
         relu_ffn(x, **w)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = relu_ffn(x, **w)
+        graph, y = in_a_graph(lambda: relu_ffn(x, **w))
         for bias in (1.0, -1.0, 0.3, 1.0):
             x[:, -1] = bias
             if bias == 0.3:

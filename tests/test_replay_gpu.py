@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from sparse_inductor import SparseIndex, ops
 from sparse_inductor.kernels.common import ahead, launch, replay
 from sparse_inductor.kernels.common.ahead import compile_ahead
+from support import in_a_graph
 
 pytestmark = pytest.mark.gpu
 
@@ -103,20 +104,9 @@ CASES = {
 }
 # The ones that the host would hold up; of these blocks the small ones in inference only.
 REPLAYED = {
-    "scores",
-    "best scores",
-    "best of many",
-    "head",
-    "head, 128 positions",
-    "head in fp32",
-    "block of a token",
-    "block of a token, residual",
-    "block of a few",
-    "block of a few, residual",
-    "block of 5000",
-    "attention",
-    "rows",
-}
+    "scores", "best scores", "best of many", "head", "head, 128 positions", "head in fp32", "block of a token",
+    "block of a token, residual", "block of a few", "block of a few, residual", "block of 5000", "attention", "rows",
+}  # fmt: skip
 
 
 def bits(tensors: list[Tensor]) -> list[Tensor]:
@@ -146,9 +136,7 @@ def test_replayed_calls_give_the_bits_of_planned_ones(name, training):
     plans = [type(p) for p in replay._plans.values()]
     for given, got in zip(sets, replayed):
         replay.forget()
-        wanted = call(given)
-        for a, b in zip(got, wanted):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(got, call(given), rtol=0, atol=0, equal_nan=True)
     if name in REPLAYED and not training:
         assert plans == [replay._Plan]
     elif name == "block of 5000":
@@ -173,22 +161,14 @@ def test_searches(batch, k):
     assert [type(p) for p in replay._plans.values()] == [replay._Plan]
     for q, got in zip(sets, replayed):
         replay.forget()
-        for a, b in zip(got, index.search(q, k)):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, got, index.search(q, k)))
 
 
 @pytest.mark.parametrize("name", ["head", "block of 5000"])
 def test_in_a_cuda_graph(name):
     fn, inputs = CASES[name]
     held = [t.clone() for t in inputs()]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            fn(*held)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = fn(*held)
+    graph, out = in_a_graph(lambda: fn(*held), before=3)
     for _ in range(2):
         given = inputs()
         for mine, theirs in zip(held, given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from corpus.cases import CASES
 from corpus.check import check
+from processes import threads
 from ranking import sparse
 from sparse_inductor import SparseIndex
 from sparse_inductor.kernels.common import replay
@@ -18,7 +20,7 @@ from sparse_inductor.ops import _checked_index as checked
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops import sparse_scores
 from sparse_inductor.ops._direct import site
-from support import index_pays, only
+from support import in_a_graph, index_pays, only
 
 pytestmark = pytest.mark.gpu
 
@@ -145,9 +147,7 @@ def test_search_in_a_cuda_graph():
     want = index.search(q, 100)
     static = torch.zeros_like(q)
     index.search(static, 100)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scores, ids = index.search(static, 100)
+    graph, (scores, ids) = in_a_graph(lambda: index.search(static, 100))
     static.copy_(q)
     graph.replay()
     assert torch.equal(ids, want[1]) and torch.equal(scores, want[0])
@@ -198,9 +198,7 @@ def test_a_wrong_threshold_in_a_cuda_graph(monkeypatch):
     q = queries(11).cuda()
     static = torch.zeros_like(q)
     index.search(static, 300)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scores, ids = index.search(static, 300)
+    graph, (scores, ids) = in_a_graph(lambda: index.search(static, 300))
     here = SparseIndex.build(collection())
     here.delete(range(100, 200))
     want = here.search(q.cpu(), 300)
@@ -304,9 +302,7 @@ def test_documents_that_stay_the_same_are_searched(constant):
         constant.agree(search())
     side.synchronize()
     before = constant.known.searches
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = search()
+    graph, found = in_a_graph(search)
     values.data.mul_(0.5)
     graph.replay()
     constant.agree(found)
@@ -336,11 +332,8 @@ def test_queries_of_many_sizes_on_several_streams(constant, monkeypatch):
             wrong.extend(f for f in found if not torch.equal(f, expected))
 
     constant.call = site("sparse_scores_topk_cached", "cuda", True)
-    threads = [threading.Thread(target=call, args=(stream,)) for stream in streams]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with threads(*(functools.partial(call, stream) for stream in streams)):
+        pass
     assert not wrong and constant.known.searches > 60
 
 
@@ -373,9 +366,7 @@ def test_an_index_is_built_beside_the_capture_of_a_cuda_graph(monkeypatch):
     building = [t for t in threading.enumerate() if t.name == "sparse_index_build"]
     graphs = 0
     while graphs < 3 or any(t.is_alive() for t in building):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = search()
+        graph, found = in_a_graph(search)
         graph.replay()
         assert torch.equal(found[0], expected[0])
         graphs += 1

@@ -11,6 +11,7 @@ from torch import nn
 import sparse_inductor
 from sparse_inductor.epilogue.steps import parse, run
 from sparse_inductor.ops import splade_head
+from support import relative
 
 pytestmark = pytest.mark.gpu
 
@@ -39,18 +40,8 @@ def _inputs(B, S, D, dtype=torch.bfloat16):
 
 @pytest.fixture
 def report():
-    torch._dynamo.reset()
     sparse_inductor.enable()
-    found = sparse_inductor.report()
-    found.clear()
-    yield found
-    sparse_inductor.disable()
-    torch._dynamo.reset()
-
-
-def _relative(got, truth):
-    truth = truth.double()
-    return ((got.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+    return sparse_inductor.report()
 
 
 def _gradients(module, hidden, mask, cotangent):
@@ -76,12 +67,12 @@ def test_training_is_rewritten_and_as_accurate_as_eager(dtype, shape, report):
     ours = _gradients(torch.compile(module), hidden, mask, cotangent)
     assert [r.pattern for r in report.rewrites] == ["splade_head"]
     slack = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    assert _relative(ours[0], truth[0]) <= _relative(eager[0], truth[0]) + slack
+    assert relative(ours[0], truth[0]) <= relative(eager[0], truth[0]) + slack
     for name, g, e, t in zip(
         ("hidden", "weight", "bias"), ours[1], eager[1], truth[1], strict=True
     ):
         assert g.dtype == e.dtype
-        assert _relative(g, t) <= _relative(e, t) + slack, name
+        assert relative(g, t) <= relative(e, t) + slack, name
 
 
 def test_inference_under_cuda_graphs(report):
@@ -93,7 +84,7 @@ def test_inference_under_cuda_graphs(report):
             hidden, mask = _inputs(4, 50, 64)
             hidden = hidden.detach() * (seed + 1)
             got = compiled(hidden, mask).clone()
-            assert _relative(got, copy.deepcopy(module).double()(hidden.double(), mask)) < 1e-2
+            assert relative(got, copy.deepcopy(module).double()(hidden.double(), mask)) < 1e-2
     assert len(report.rewrites) >= 1
 
 
@@ -104,7 +95,7 @@ def test_autocast(report):
         got, eager = torch.compile(module)(hidden, mask), module(hidden, mask)
     truth = copy.deepcopy(module).double()(hidden.double(), mask)
     assert got.dtype == eager.dtype
-    assert _relative(got, truth) <= _relative(eager, truth) + 1e-2
+    assert relative(got, truth) <= relative(eager, truth) + 1e-2
     assert len(report.rewrites) == 1
 
 
@@ -115,7 +106,7 @@ def test_dynamic_shapes(report):
         for B, S in ((3, 40), (5, 129), (2, 7)):
             hidden, mask = _inputs(B, S, 64)
             truth = copy.deepcopy(module).double()(hidden.double(), mask)
-            assert _relative(compiled(hidden, mask), truth) < 1e-2
+            assert relative(compiled(hidden, mask), truth) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -172,8 +163,7 @@ def test_backward_is_bitwise_repeatable_and_leaves_the_graph_usable():
     cotangent = torch.randn_like(out)
     first = torch.autograd.grad(out, (hidden, weight, bias), cotangent, retain_graph=True)
     again = torch.autograd.grad(out, (hidden, weight, bias), cotangent)
-    for a, b in zip(first, again, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, first, again))
 
 
 def test_the_logits_never_exist():

@@ -8,7 +8,7 @@ import torch
 from sparse_inductor.epilogue.steps import dual, parse
 from sparse_inductor.kernels.splade_head import backward as splade_head_backward
 from sparse_inductor.kernels.splade_head.backward import backward
-from support import heavy
+from support import heavy, in_a_graph
 
 LOG1P = parse("relu | log1p")
 INNER = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -2.0) | softplus(1.0, 20.0)")
@@ -269,9 +269,7 @@ def test_large_shapes_on_gpu(shape, active):
 def test_runs_in_a_cuda_graph():
     p = problem("cuda", 4, 64, 32, 1000)
     backward(**p, outer=LOG1P)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = backward(**p, outer=LOG1P)
+    graph, got = in_a_graph(lambda: backward(**p, outer=LOG1P))
     other = problem("cuda", 4, 64, 32, 1000, active=0.9, seed=1)
     for name, t in other.items():
         p[name].copy_(t)

@@ -10,7 +10,7 @@ from sparse_inductor.epilogue import steps
 from sparse_inductor.epilogue.plan import Lowered, lower, plan
 from sparse_inductor.kernels.splade_head import forward as splade_head_forward
 from sparse_inductor.kernels.splade_head.forward import forward
-from support import heavy
+from support import heavy, in_a_graph
 
 RELU_LOG1P = steps.parse("relu | log1p")
 # Relative to the largest value of the tensor: operands are rounded before both computations, so what is left is the
@@ -312,10 +312,9 @@ def test_what_is_few_takes_no_list_of_positions(few, kernel, monkeypatch):
 def test_runs_in_a_cuda_graph():
     hidden, weight, bias = make("cuda", S=300, D=64, dtype=torch.bfloat16)
     add = lengths_to_add((300, 1, 64), 300, "cuda")
-    expected, _, _ = forward(hidden, weight, bias, add, None, RELU_LOG1P)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        values, _, _ = forward(hidden, weight, bias, add, None, RELU_LOG1P)
+    call = lambda: forward(hidden, weight, bias, add, None, RELU_LOG1P)[0]
+    expected = call()
+    graph, values = in_a_graph(call)
     values.fill_(math.nan)
     graph.replay()
     assert torch.equal(values, expected)
