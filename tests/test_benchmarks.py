@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from benchmarks.families import splade_head
 from benchmarks.publish import Cell, Point, Results, Row, Sample, aligned, rows_table, write
 from processes import python
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 
 

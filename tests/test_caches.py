@@ -6,14 +6,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
+from processes import ROOT, TESTS, python
 
 PROGRAM = """
 import json, sys, torch, sparse_inductor, toy
@@ -107,34 +103,21 @@ def fn(x):
 def run(tmp_path):
     """Run PROGRAM in a process of its own, on copies of the package and the toy pattern, with one
     cache folder."""
-    tree = tmp_path / "tree"
-    shutil.copytree(
-        ROOT / "sparse_inductor",
-        tree / "sparse_inductor",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    if (ROOT / "patterns").is_dir():
-        shutil.copytree(
-            ROOT / "patterns", tree / "patterns", ignore=shutil.ignore_patterns("__pycache__")
-        )
+    tree, skipped = tmp_path / "tree", shutil.ignore_patterns("__pycache__")
+    for folder in ("sparse_inductor", "patterns"):
+        if (ROOT / folder).is_dir():
+            shutil.copytree(ROOT / folder, tree / folder, ignore=skipped)
     shutil.copy(ROOT / "pyproject.toml", tree)  # makes it a checkout
     shutil.copy(TESTS / "toy.py", tree)
     shutil.copy(TESTS / "programs.py", tree)
     (tree / "program.py").write_text(PROGRAM)
     (tree / "model.py").write_text(MODEL)
 
-    def run(program="program.py", cache="cache", **arguments):
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-        env.update(
-            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache),
-            PYTHONPATH=str(tree),
-            **arguments.pop("env", {}),
-        )
-        done = subprocess.run(
-            [sys.executable, program, json.dumps(arguments)],
-            cwd=tree, env=env, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    def run(program="program.py", cache="cache", env=(), **arguments):
+        variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), **dict(env)}
+        without = [name for name in os.environ if name.startswith("TRITON_")]
+        given = json.dumps(arguments)
+        done = python(program, given, cwd=tree, path=[tree], without=without, **variables)
         return json.loads(done.stdout.splitlines()[-1])
 
     run.tree = tree

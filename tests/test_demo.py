@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from processes import python
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = "--layers 1 --hidden 32 --vocab 600 --batch 2 --seq 16 --steps 2 --device cpu".split()
 
 pytest.importorskip("transformers")

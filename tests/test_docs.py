@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
-from processes import python
+from processes import ROOT, python
 from support import registered
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from processes import python
-
-ROOT = Path(__file__).parent.parent
+from processes import ROOT, python
 
 EXAMPLES = {
     "generate": (["transformers"], "relu_ffn"),

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from programs import Block, batch, encoder
 from sparse_inductor import ability, admission, rewrite
 from sparse_inductor.ops import _linear_max_aten
 from support import compile_without_codegen
-
-ROOT = Path(__file__).parent.parent
-
 
 # What the kernels need
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from torch import nn
 
 import sparse_inductor
 from planted import bug_named
+from processes import ROOT, python
 from sparse_inductor.pattern import registered
 from sparse_inductor.testing import (
     assert_graph,
@@ -24,8 +22,6 @@ from sparse_inductor.testing import (
 )
 from sparse_inductor.testing._variation import varied
 from support import heavy
-
-ROOT = Path(__file__).parent.parent
 
 
 class Head(nn.Module):
@@ -145,11 +141,10 @@ def test_a_snapshot_is_accepted_on_request(tmp_path):
         "import torch\nfrom sparse_inductor.testing import assert_graph\n\n"
         'def test():\n    assert_graph(lambda x: x + 1, (torch.ones(3),), """""")\n'
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "EXPECTTEST_ACCEPT": "1"}
-    for _ in range(2):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-        subprocess.run(command, env=env, cwd=tmp_path, check=True, capture_output=True, timeout=300)
-        env.pop("EXPECTTEST_ACCEPT", None)
+    accept = "EXPECTTEST_ACCEPT"
+    for variables in ({accept: "1"}, {}):
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", test)
+        python(*command, cwd=tmp_path, path=[ROOT], without=[accept], **variables)
     assert "add: float32[3] = operator.add(x, 1)" in test.read_text()
 
 
@@ -271,12 +266,9 @@ def test_raises_on_purpose(clean_dynamo):
 def run_pytest(tmp_path: Path, text: str, *options: str) -> str:
     shutil.copy(ROOT / "tests" / "toy.py", tmp_path / "toy.py")
     (tmp_path / "test_theirs.py").write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "pytest", "-rA", "--strict-markers", "-p", "no:cacheprovider"]
+    command = ["-m", "pytest", "-rA", "--strict-markers", "-p", "no:cacheprovider"]
     command += ["-p", "sparse_inductor.pytest_plugin", *options, "test_theirs.py"]
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python(*command, cwd=tmp_path, path=[ROOT], check=False, TRITON_INTERPRET="0")
     return done.stdout + done.stderr
 
 
