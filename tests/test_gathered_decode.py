@@ -14,8 +14,6 @@ from sparse_inductor.testing import (
 from support import only
 from test_topk_autoencoders import Autoencoder
 
-ONE = {"gathered_decode": 1}
-
 
 def as_sparsify_does(s, x):
     top = (x @ s.W_enc + s.b_enc).relu().flatten(0, 1).topk(4, sorted=False)

@@ -20,7 +20,6 @@ from support import compile_without_codegen, heavy, near_misses, only_splade_hea
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parent.parent
 B, S, V = 3, 11, 97
 COMMON = {
     "vocab_size": V, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32,
@@ -219,21 +218,15 @@ def encode(encoder) -> Tensor:
     return encoder.encode(SENTENCES, convert_to_sparse_tensor=False)
 
 
-def compiled_encode(encoder, report):
-    """encode() of an encoder that was compiled with `encoder.compile()`, and of one that was not."""
-    expected = encode(encoder)
-    drop_logits(encoder)
-    assert expected.shape == (3, V) and expected.count_nonzero() > V / 4
-    spy = compile_without_codegen(encoder)
-    encoder.compile(backend=spy._backend)
-    got = encode(encoder)
-    assert spy.dynamo_graphs == 1
-    torch.testing.assert_close(got, expected)
-
-
 def test_encode_of_a_compiled_sparse_encoder_is_rewritten(encoder):
     with only_splade_head() as report:
-        compiled_encode(encoder, report)
+        expected = encode(encoder)
+        drop_logits(encoder)
+        assert expected.shape == (3, V) and expected.count_nonzero() > V / 4
+        spy = compile_without_codegen(encoder)
+        encoder.compile(backend=spy._backend)
+        torch.testing.assert_close(encode(encoder), expected)
+        assert spy.dynamo_graphs == 1
         assert len(rewrites(report)) == 1, near_misses(report)
         assert near_misses(report) == []
 

@@ -113,15 +113,6 @@ def bitmasks(monkeypatch):
     monkeypatch.setattr(forward.hopper, "product_with_bitmask", product)
 
 
-def popular_neuron(N: int) -> torch.Tensor:
-    """The neuron of every bit, [words, 32], as `relu_ffn.hopper` documents the order."""
-    words = 8 * -(-N // 256)
-    place = torch.arange(32 * words)
-    word, b = place // 32, place % 32
-    neuron = 256 * (word // 8) + 128 * (word % 2) + 8 * (b // 2) + 2 * (word % 8 // 2) + b % 2
-    return neuron.view(words, 32)
-
-
 @pytest.mark.usefixtures("bitmasks")
 @pytest.mark.parametrize(
     ("gated", "bias", "chunk"), [(True, True, 300 * 128), (False, False, 1 << 30)]
