@@ -12,33 +12,24 @@ import sparse_inductor
 from sparse_inductor.testing import compile_without_codegen
 
 
-def scores_by_embedding(q, ids, w):
-    return (F.embedding(ids, q.t()) * w.unsqueeze(-1)).sum(1).t()
-
-
-def scores_by_einsum(q, ids, w):
-    return torch.einsum("qnl,nl->qn", q[:, ids], w)
-
-
 def both_ways(q, ids, w):
     y = (F.embedding(ids, q.t()) * w.unsqueeze(-1)).sum(1).t()
     return y, y.topk(2)[0], y
 
 
-def scores_by_embedding_mT(q, ids, w):
-    return (F.embedding(ids, q.mT) * w.unsqueeze(-1)).sum(1).mT
-
-
-def block_over_channels(q, ids, w):
-    return F.linear(F.relu(F.linear(w, torch.ones(7, 5))), torch.ones(4, 7)).t()
+PROGRAMS = {
+    "scores_by_embedding": lambda q, ids, w: (F.embedding(ids, q.t()) * w.unsqueeze(-1)).sum(1).t(),
+    "scores_by_embedding_mT": lambda q, ids, w: (F.embedding(ids, q.mT) * w.unsqueeze(-1)).sum(1).mT,
+    "scores_by_einsum": lambda q, ids, w: torch.einsum("qnl,nl->qn", q[:, ids], w),
+    "both_ways": both_ways,
+    "block_over_channels": lambda q, ids, w: (
+        F.linear(F.relu(F.linear(w, torch.ones(7, 5))), torch.ones(4, 7)).t()
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize(
-    "fn",
-    [scores_by_embedding, scores_by_embedding_mT, scores_by_einsum, both_ways, block_over_channels],
-    ids=lambda fn: fn.__name__,
-)
+@pytest.mark.parametrize("fn", PROGRAMS.values(), ids=PROGRAMS)
 def test_results_have_the_strides_of_the_program(fn, dynamic):
     generator = torch.Generator().manual_seed(0)
     args = (

@@ -235,21 +235,18 @@ def test_without_gradients(report, mode):
     assert compiled.calls("splade_head_train") == compiled.calls("entmax_attention_train") == 0
 
 
-def with_a_detached_rectifier(x, gate, up, down):
-    return down(torch.relu(gate(x)).detach() * up(x))
+ENERGIES = {
+    "a detached rectifier": lambda x, gate, up, down: down(torch.relu(gate(x)).detach() * up(x)),
+    "a detached step": lambda x, gate, up, down: torch.log1p(
+        torch.relu(gate(x).detach() * down.bias[0])
+    ).amax(1),
+    "a learned gate of tokens": lambda x, gate, up, down: (
+        torch.log1p(torch.relu(gate(x))) * torch.sigmoid(down(up(x))[..., :1])
+    ).amax(1),
+}
 
 
-def with_a_detached_step(x, gate, up, down):
-    return torch.log1p(torch.relu(gate(x).detach() * down.bias[0])).amax(1)
-
-
-def with_a_learned_gate_of_tokens(x, gate, up, down):
-    return (torch.log1p(torch.relu(gate(x))) * torch.sigmoid(down(up(x))[..., :1])).amax(1)
-
-
-@pytest.mark.parametrize(
-    "forward", [with_a_detached_rectifier, with_a_detached_step, with_a_learned_gate_of_tokens]
-)
+@pytest.mark.parametrize("forward", ENERGIES.values(), ids=ENERGIES)
 def test_gradients_that_the_program_turns_on_itself(report, forward):
     """enable_grad inside a caller's no_grad, as samplers have it: what is cut or learnt there matters."""
     torch.manual_seed(0)

@@ -95,18 +95,6 @@ def test_an_index_serves_after_some_calls(layout, dtype):
     assert known.nbytes > 0 and "searched" in str(known) and known.as_dict()["note"] == ""
 
 
-def _swap(m):
-    m.values.untyped_storage().copy_((m.values * 2).untyped_storage())
-
-
-def _resize(m):
-    m.values.resize_(N * L + 5).resize_(N, L).mul_(2)
-
-
-def _dlpack(m):
-    torch.from_dlpack(m.values).mul_(3)
-
-
 def _same_address(m):
     """New documents where the old ones were: what freed memory is given out for next."""
     address = m.values.data_ptr()
@@ -125,10 +113,10 @@ WRITES = {
     "data_is_another": lambda m: setattr(m.values, "data", m.values * 2),
     "detached": lambda m: m.values.detach().add_(1),
     "numpy": lambda m: m.values.numpy().__setitem__((3, 1), 50),
-    "dlpack": _dlpack,
+    "dlpack": lambda m: torch.from_dlpack(m.values).mul_(3),
     "set_": lambda m: m.values.set_(m.values * 3),
-    "storage": _swap,
-    "resize_": _resize,
+    "storage": lambda m: m.values.untyped_storage().copy_((m.values * 2).untyped_storage()),
+    "resize_": lambda m: m.values.resize_(N * L + 5).resize_(N, L).mul_(2),
     "ids": lambda m: m.ids.numpy().__setitem__((0, 0), (m.ids[0, 0] + 1) % V),
     "swapped_rows": lambda m: m.ids.data.copy_(m.ids.flip(0)),
     "another_tensor": lambda m: setattr(m, "values", m.values * 2),
