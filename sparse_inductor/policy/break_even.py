@@ -221,7 +221,7 @@ TABLE: Sequence[Row] = (
         "2026-11-28", least={"tokens": 8192}, apart=0.0095,
     ),
     Row(
-        "relu_ffn", "sm90", 0.009, "training, gated: 1.41x to 1.50x at 0.6 % active, 1.18x at 0.8 % on an H100",
+        "relu_ffn", "sm90", 0.0075, "training, gated: 1.41x to 1.50x at 0.6 % active, 1.18x at 0.8 % on an H100",
         "2026-11-28", least={"tokens": 2048, "weight": 11 * _MILLION, "branches": 2},
     ),
     Row(
