@@ -68,6 +68,17 @@ def _tile_rows(rows, n_rows, M, i):
 
 
 @triton.jit
+def _tile_of_list(
+    t, tiles_m, tiles_n, rows, n_rows, M, N, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """(rows, which of them are listed, columns, which of them are less than N) of tile t."""
+    pm, pn = tile_at(t, tiles_m, tiles_n)
+    i = pm * BM + tl.arange(0, BM)
+    n = pn * BN + tl.arange(0, BN)
+    return _tile_rows(rows, n_rows, M, i), i < n_rows, n, n < N
+
+
+@triton.jit
 def _add_dot(
     acc, a, row, in_m, stride_am, b, n, in_n, stride_bn, stride_bk, K,
     EVEN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -115,11 +126,7 @@ def _hidden_kernel(
     n_rows = tl.load(length)
     tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n)
-        i = pm * BM + tl.arange(0, BM)
-        row, in_m = _tile_rows(rows, n_rows, M, i), i < n_rows
-        n = pn * BN + tl.arange(0, BN)
-        in_n = n < N
+        row, in_m, n, in_n = _tile_of_list(t, tiles_m, tiles_n, rows, n_rows, M, N, BM, BN)
         if up is not None:
             u = _projection(x, row, in_m, stride_x, up, bias, n, in_n, stride_u, K, BK, PRECISION)
         # After the product: pointers to a whole tile take more registers than its accumulator.
@@ -191,11 +198,7 @@ def _gradients_kernel(
     tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
     dtype = hidden.dtype.element_ty
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n)
-        i = pm * BM + tl.arange(0, BM)
-        row, in_m = _tile_rows(rows, n_rows, M, i), i < n_rows
-        n = pn * BN + tl.arange(0, BN)
-        in_n = n < N
+        row, in_m, n, in_n = _tile_of_list(t, tiles_m, tiles_n, rows, n_rows, M, N, BM, BN)
         g = _projection(
             x, row, in_m, stride_x, gate, gate_bias, n, in_n, stride_g, K, BK, PRECISION
         )
@@ -291,11 +294,9 @@ def _product_kernel(
     for unit in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
         k0 = unit % splits * depth
         k = tl.minimum(depth, K - k0)
-        pm, pn = tile_at(unit // splits, tiles_m, tiles_n)
-        i = pm * BM + tl.arange(0, BM)
-        row, in_m = _tile_rows(rows, n_rows, M, i), i < n_rows
-        n = pn * BN + tl.arange(0, BN)
-        in_n = n < N
+        row, in_m, n, in_n = _tile_of_list(
+            unit // splits, tiles_m, tiles_n, rows, n_rows, M, N, BM, BN
+        )
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _add_dot(
             acc, a + k0, row, in_m, stride_a, b + k0 * stride_bk, n, in_n, stride_bn, stride_bk, k,
