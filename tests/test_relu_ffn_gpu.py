@@ -9,8 +9,6 @@ from torch import nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
-from sparse_inductor.kernels.common import replay
-from sparse_inductor.kernels.common.side_stream import SideStream, _side_stream
 from support import in_a_graph
 
 pytestmark = pytest.mark.gpu
@@ -192,20 +190,6 @@ def test_a_graph_follows_the_density(M):
             assert error(y, dense(x.double(), {k: double(v) for k, v in w.items()})) < 1e-2
 
 
-@pytest.mark.usefixtures("small_blocks_are_packed")
-def test_the_current_stream_is_the_one_that_kernels_run_beside():
-    """PyTorch hands out a few streams in turn: the caller's may be one that `SideStream` has."""
-    x, w = make(2304)
-    want = relu_ffn(x, **w)
-    replay.forget()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(_side_stream(x.device, True)):
-        for _ in range(4):
-            assert torch.equal(relu_ffn(x, **w), want)
-    torch.cuda.synchronize()
-    replay.forget()
-
-
 def test_unusual_strides_and_shapes():
     x, w = make(77, K=200, N=333, D=75, share=0.1)
     truth = dense(x.double(), {k: double(v) for k, v in w.items()})
@@ -267,14 +251,3 @@ def test_a_graph_of_512_tokens_trains_the_block_as_it_was_written():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-3)
     for call in ("sparse_inductor_site(", "torch.ops.sparse_inductor.relu_ffn"):
         assert not any(f"= {call}" in code for code in codes)
-
-
-def test_what_runs_beside_is_waited_for_after_an_error_too():
-    """What it writes may be freed then, and be somebody else's."""
-    written = torch.zeros(1, device="cuda")
-    with pytest.raises(RuntimeError, match="of the caller"), SideStream(written.device) as side:
-        with side.beside():
-            torch.cuda._sleep(100_000_000)
-            written.fill_(1)
-        raise RuntimeError("of the caller")
-    assert written.item() == 1

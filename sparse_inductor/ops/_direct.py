@@ -23,8 +23,8 @@ from .. import compat
 from ._dispatch import (
     functions,
     has_layers,
+    large_scratch,
     layered,
-    multistream,
     on_gpu,
     replays,
     sites,
@@ -69,7 +69,7 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     elif settled and replays():
         from ..kernels.common.replay import Site
 
-        run = layered(fn, Site(fn, fn in multistream))
+        run = layered(fn, Site(fn, fn in large_scratch))
     else:
         run = on_gpu(fn)
 

@@ -25,9 +25,9 @@ __all__ = [
     "has_kernels",
     "has_layers",
     "inline",
+    "large_scratch",
     "launches",
     "layered",
-    "multistream",
     "on_gpu",
     "outside_transforms",
     "register",
@@ -61,8 +61,8 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
         return op(*args)
 
 
-# Functions whose kernels run on several streams.
-multistream: set[Callable[..., Any]] = set()
+# Functions with many launches, which free next to nothing on the way: see `kernels.common.replay`.
+large_scratch: set[Callable[..., Any]] = set()
 
 # By what computes them on a GPU.
 _operators: dict[Callable[..., Any], Operator] = {}
@@ -93,7 +93,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn
         from ..kernels.common.replay import replayed
 
-        return replayed(fn, fn in multistream)
+        return replayed(fn, fn in large_scratch)
 
     return layered(fn, lambda *args: replaying()(*args))
 

@@ -38,8 +38,8 @@ from ._dispatch import (
     call_below_autograd,
     define,
     first_order,
+    large_scratch,
     launches,
-    multistream,
     outside_transforms,
     register,
 )
@@ -440,7 +440,7 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
     )
 
 
-multistream.update((_infer, _train, _backward))
+large_scratch.update((_infer, _train, _backward))
 register(_lib, "relu_ffn", _infer, _fake, _shared_with_residual, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)

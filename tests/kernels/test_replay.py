@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import types
 from typing import Any, NamedTuple
 
@@ -120,10 +119,9 @@ Sizes = ctypes.POINTER(ctypes.c_size_t)
 
 
 class Driver:
-    """Stands for CUDA's: launches are calls of the kernels' bodies; events are written down."""
+    """Stands for CUDA's: launches are calls of the kernels' bodies."""
 
     def __init__(self) -> None:
-        self.log: list[tuple[str, int, int]] = []
         self.configs: list[Config] = []
         self.code = 0
         pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -131,8 +129,6 @@ class Driver:
         self.functions = [
             made(number, ctypes.POINTER(Config), pointer, Pointers, pointer)(self.launch),
             made(number, pointer, ctypes.c_ubyte, ctypes.c_size_t, pointer)(lambda *_: 1),
-            made(number, pointer, pointer)(lambda e, s: self.note("record", e, s)),
-            made(number, pointer, pointer, ctypes.c_uint)(lambda s, e, _: self.note("wait", e, s)),
             made(number, pointer, ctypes.c_size_t, Sizes, Sizes)(self.parameter),
             made(number, ctypes.POINTER(Map), pointer)(self.replace),
             made(number, Pointers)(self.context),
@@ -149,10 +145,6 @@ class Driver:
         compiled.kernel.launched += 1
         compiled.kernel.body(*numbers, *compiled.constants)
         return self.code
-
-    def note(self, what: str, event: int, stream: int | None) -> int:
-        self.log.append((what, event, stream or 0))
-        return 0
 
     def parameter(self, function, i, at, size) -> int:
         kinds = [*Compiled.known[function].types(), *[ctypes.c_void_p] * 2]
@@ -284,108 +276,20 @@ def test_what_depends_on_more_than_its_arguments_or_shares_memory_goes_its_usual
     assert call.planned == 5
 
 
-class Stream:
-    """Stands for a stream; the current one's handle is 0 on a CPU."""
-
-    def __init__(self, number: int, log: list) -> None:
-        self.cuda_stream, self.log = number, log
-
-    def record_event(self) -> Event:
-        event = Event()
-        self.log.append(("record", event.cuda_event, self.cuda_stream))
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.log.append(("wait", event.cuda_event, self.cuda_stream))
-
-
-class Event:
-    """Stands for an event."""
-
-    numbers = itertools.count(1)
-
-    def __init__(self) -> None:
-        self.cuda_event = next(self.numbers)
-
-    def record(self) -> None: ...
-
-
-def two_streams(kernel: Kernel, driver: Driver, wait_for: Event | None = None):
-    """A call whose second stream begins behind its first launch, and is waited for behind the second."""
-    main, side = Stream(0, driver.log), Stream(7, driver.log)
-
-    def fn(x: Tensor) -> Tensor:
-        scratch, out = torch.empty(x.numel()), x.new_empty(x.shape)
-        launch(kernel, (1,), (x, scratch, x.numel()), {"F": 2}, 4)
-        forked, joined = Event(), Event()
-        launching.note_event("record", main, forked)
-        launching.note_event("wait", side, wait_for or forked)
-        launch(kernel, (1,), (scratch, out, x.numel()), {"F": 2}, 4)
-        launching.note_event("record", side, joined)
-        launching.note_event("wait", main, joined)
-        return out
-
-    return fn
-
-
-FORK_AND_JOIN = [("record", 0), ("wait", 7), ("record", 7), ("wait", 0)]
-
-
-@pytest.fixture
-def streams(driver, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0, driver.log))
-
-
-def test_streams_wait_for_each_other(driver, streams):
-    call = replay.replayed(two_streams(Kernel(double), driver))
-    for x in draws(5):
-        driver.log.clear()
-        torch.testing.assert_close(call(x), 4 * x)
-    assert type(*replay._plans.values()) is replay._Plan
-    assert [(what, stream) for what, _, stream in driver.log] == FORK_AND_JOIN
-    forked, waited, joined, last = (event for _, event, _ in driver.log)
-    assert forked == waited != joined == last
-
-
-def test_calls_under_way_at_once_have_events_of_their_own(driver, streams):
-    """In another thread, say: here the second call begins within the first one."""
-    inner: list[Tensor] = []
-    x, other = draws(2)
-
-    def twice(*args) -> None:
-        double(*args)
-        if len(driver.log) == 2 and not inner:
-            inner.append(other)
-            inner.append(call(other))
-
-    call = replay.replayed(two_streams(Kernel(twice), driver))
-    for given in draws(2):
-        call(given)
-    driver.log.clear()
-    torch.testing.assert_close(call(x), 4 * x)
-    torch.testing.assert_close(inner[1], 4 * inner[0])
-    events = [event for _, event, _ in driver.log]
-    assert len(set(events[2:6])) == 2 and not {*events[2:6]} & {*events[:2], *events[6:]}
-
-
-def test_a_second_stream_is_waited_for_where_a_call_ends_by_an_error(driver, streams, monkeypatch):
+def test_an_error_of_the_driver_is_raised(driver, monkeypatch):
     monkeypatch.setattr(compat, "cuda_error", lambda code: "out of memory")
-    call = replay.replayed(two_streams(Kernel(double), driver))
-    for x in draws(3):
-        call(x)
-    driver.log.clear()
+    call = operator(Kernel(double))
+    assert planned(call) == 2
     driver.code = 2
     with pytest.raises(RuntimeError, match="error 2: out of memory"):
-        call(draws(1)[0])
-    assert [(what, stream) for what, _, stream in driver.log] == [("record", 7), ("wait", 0)]
+        call(draws(1)[0], [], "a")
 
 
-def test_an_event_from_before_is_not_written_into_a_plan(driver):
-    call = replay.replayed(two_streams(Kernel(double), driver, Event()))
-    for x in draws(3):
-        torch.testing.assert_close(call(x), 4 * x)
-    assert [*replay._plans.values()] == [None]
+def test_a_launch_on_another_stream_goes_its_usual_way(monkeypatch):
+    streams = iter(range(1, 100))
+    monkeypatch.setattr(compat, "raw_stream", lambda device: next(streams))
+    call = operator(Kernel(double))
+    assert planned(call) == 4
 
 
 def scaled_twice(factor: float):

@@ -45,9 +45,6 @@ _under_way: dict[Hashable, Future[Any]] = {}
 _MOST_SEEN = 16384
 _NUMBERS = (int, float, type(None))
 
-# Told of an event that a stream records or waits for: ("record" or "wait", the stream, the event).
-EventSeen = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
-
 
 class _Observer(NamedTuple):
     """The thread whose launches somebody is told of, how many that were, and who is told that one was not."""
@@ -93,7 +90,6 @@ class _Here(threading.local):
 
 _here = _Here()
 _observer: _Observer | None = None
-_on_event: EventSeen | None = None
 
 
 def _kind(argument: Any) -> Hashable:
@@ -289,26 +285,17 @@ def collected() -> Iterator[Collection[Job]]:
 
 
 @contextlib.contextmanager
-def observing(
-    on_launch: LaunchSeen, on_event: EventSeen, on_unknown: Callable[[str], None]
-) -> Iterator[None]:
-    """Have `on_launch` called after each Triton kernel that this thread launches in the block, whoever does it, and
-    `on_event` at each `note_event`; one block at a time. Under Triton's interpreter nothing is called. `on_unknown` is
-    called, with the reason, where there may have been a launch that `on_launch` was not called for."""
-    global _on_event, _observer
+def observing(on_launch: LaunchSeen, on_unknown: Callable[[str], None]) -> Iterator[None]:
+    """Have `on_launch` called after each Triton kernel that this thread launches in the block, whoever does it; one
+    block at a time. Under Triton's interpreter nothing is called. `on_unknown` is called, with the reason, where there
+    may have been a launch that `on_launch` was not called for."""
+    global _observer
     with launches_seen(on_launch, on_unknown) as count:
-        _observer, _on_event = _Observer(threading.get_ident(), count, on_unknown), on_event
+        _observer = _Observer(threading.get_ident(), count, on_unknown)
         try:
             yield
         finally:
-            _observer, _on_event = None, None
-
-
-def note_event(what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    """Say that a stream recorded an event, or that it waits for one."""
-    observer = _observer
-    if _on_event is not None and observer is not None and observer.thread == threading.get_ident():
-        _on_event(what, stream, event)
+            _observer = None
 
 
 @functools.cache

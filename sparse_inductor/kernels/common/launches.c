@@ -1,7 +1,7 @@
 // The launches of a recorded call (replay.py), made one after the other with new addresses.
 //
-// A step launches a kernel, writes zeros, records an event in a stream or has a stream wait for one. What differs from
-// call to call is in one array of 64-bit words: addresses, then handles of streams and events.
+// A step launches a kernel or writes zeros. What differs from call to call is in one array of 64-bit words: addresses,
+// then the handle of the stream.
 
 #include <cuda.h>
 #include <stdint.h>
@@ -12,8 +12,6 @@
 typedef struct {
     __typeof__(&cuLaunchKernelEx) launch;
     __typeof__(&cuMemsetD8Async) set;
-    __typeof__(&cuEventRecord) record;
-    __typeof__(&cuStreamWaitEvent) wait;
     __typeof__(&cuFuncGetParamInfo) parameter;
     __typeof__(&cuTensorMapReplaceAddress) replace_address;
     __typeof__(&cuCtxGetCurrent) context;
@@ -34,11 +32,11 @@ enum { MOST_PARAMETERS = 256, MOST_MAPS = 16, MOST_ATTRIBUTES = 4 };
 // Behind its parameters a kernel of Triton has two pointers to scratch memory, here null.
 enum { SCRATCH = 2 };
 
-enum { LAUNCH, ZEROS, RECORD, WAIT };
+enum { LAUNCH, ZEROS };
 
 typedef struct {
     int kind;
-    int stream, other;  // words: the stream, and the event or the address that zeros are behind
+    int base;  // zeros: `bytes` of them, `offset` bytes behind the address in this word
     size_t offset, bytes;
     CUfunction function;
     CUlaunchConfig config;
@@ -51,11 +49,12 @@ typedef struct {
 typedef struct {
     Driver driver;
     CUcontext context;
+    int stream;  // the word with the stream
     int count;
     Step** steps;
 } Plan;
 
-static CUresult launch(const Driver* driver, Step* step, const uint64_t* words) {
+static CUresult launch(const Driver* driver, Step* step, const uint64_t* words, CUstream stream) {
     void* given[MOST_PARAMETERS + SCRATCH];
     uint64_t values[MOST_PARAMETERS + SCRATCH];
     CUtensorMap maps[MOST_MAPS];
@@ -74,7 +73,7 @@ static CUresult launch(const Driver* driver, Step* step, const uint64_t* words) 
         }
     }
     CUlaunchConfig config = step->config;
-    config.hStream = (CUstream)words[step->stream];
+    config.hStream = stream;
     config.attrs = step->attributes;
     return driver->launch(&config, step->function, given, NULL);
 }
@@ -112,7 +111,7 @@ static CUlaunchAttributeValue* attribute(Step* step, CUlaunchAttributeID id) {
 }
 
 // A new step with room for parameters and tensor maps; NULL without memory.
-static Step* step_of(int kind, int stream, int other, int count, int map_count) {
+static Step* step_of(int kind, int count, int map_count) {
     size_t maps = (sizeof(Step) + 63) / 64 * 64;  // at a multiple of what a tensor map is aligned to
     size_t parameters = maps + map_count * sizeof(CUtensorMap);
     size_t bytes = parameters + count * sizeof(Parameter);
@@ -121,8 +120,6 @@ static Step* step_of(int kind, int stream, int other, int count, int map_count) 
     memset(memory, 0, bytes);
     Step* step = (Step*)memory;
     step->kind = kind;
-    step->stream = stream;
-    step->other = other;
     step->count = count;
     step->maps = (CUtensorMap*)(memory + maps);
     step->parameters = (Parameter*)(memory + parameters);
@@ -141,10 +138,11 @@ static int add(Plan* plan, Step* step) {
     return 0;
 }
 
-Plan* sparse_launches_new(const Driver* driver) {
+Plan* sparse_launches_new(const Driver* driver, int stream) {
     Plan* plan = calloc(1, sizeof *plan);
     if (plan) {
         plan->driver = *driver;
+        plan->stream = stream;
         driver->context(&plan->context);
     }
     return plan;
@@ -158,10 +156,10 @@ void sparse_launches_free(Plan* plan) {
 
 // numbers: grid, threads, shared memory, programs of a cluster, whether it is cooperative, whether it starts early.
 // parameters: `count` of them. maps: of those that are tensor maps. 0 where it was added.
-int sparse_launches_add(Plan* plan, CUfunction function, int stream, const int64_t* numbers, int count,
+int sparse_launches_add(Plan* plan, CUfunction function, const int64_t* numbers, int count,
                         const void* parameters, const void* maps, int map_count) {
     if (count > MOST_PARAMETERS || map_count > MOST_MAPS) return 1;
-    Step* step = step_of(LAUNCH, stream, 0, count, map_count);
+    Step* step = step_of(LAUNCH, count, map_count);
     if (!step) return 1;
     step->function = function;
     memcpy(step->parameters, parameters, count * sizeof(Parameter));
@@ -192,17 +190,14 @@ int sparse_launches_add(Plan* plan, CUfunction function, int stream, const int64
     return add(plan, step);
 }
 
-int sparse_launches_zeros(Plan* plan, int stream, int base, size_t offset, size_t bytes) {
-    Step* step = step_of(ZEROS, stream, base, 0, 0);
+int sparse_launches_zeros(Plan* plan, int base, size_t offset, size_t bytes) {
+    Step* step = step_of(ZEROS, 0, 0);
     if (step) {
+        step->base = base;
         step->offset = offset;
         step->bytes = bytes;
     }
     return add(plan, step);
-}
-
-int sparse_launches_event(Plan* plan, int wait, int stream, int event) {
-    return add(plan, step_of(wait ? WAIT : RECORD, stream, event, 0, 0));
 }
 
 int sparse_launches_count(const Plan* plan) { return plan->count; }
@@ -213,17 +208,11 @@ int sparse_launches_run(Plan* plan, int first, int last, const uint64_t* words) 
     CUcontext current = NULL;
     CUresult failed = driver->context(&current);
     if (!failed && !current) failed = driver->set_context(plan->context);
+    CUstream stream = (CUstream)words[plan->stream];
     for (int i = first; i < last && !failed; i++) {
         Step* step = plan->steps[i];
-        CUstream stream = (CUstream)words[step->stream];
-        if (step->kind == LAUNCH)
-            failed = launch(driver, step, words);
-        else if (step->kind == ZEROS)
-            failed = driver->set(words[step->other] + step->offset, 0, step->bytes, stream);
-        else if (step->kind == RECORD)
-            failed = driver->record((CUevent)words[step->other], stream);
-        else
-            failed = driver->wait(stream, (CUevent)words[step->other], 0);
+        failed = step->kind == LAUNCH ? launch(driver, step, words, stream)
+                                      : driver->set(words[step->base] + step->offset, 0, step->bytes, stream);
     }
     return failed;
 }

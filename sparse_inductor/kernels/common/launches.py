@@ -25,8 +25,6 @@ SOURCE = Path(__file__).with_suffix(".c")
 FUNCTIONS = (
     "cuLaunchKernelEx",
     "cuMemsetD8Async",
-    "cuEventRecord",
-    "cuStreamWaitEvent",
     "cuFuncGetParamInfo",
     "cuTensorMapReplaceAddress",
     "cuCtxGetCurrent",
@@ -73,24 +71,24 @@ def library(functions: Sequence[ctypes.c_void_p]) -> Library:
     """The library that calls these functions."""
     calls = compiled(SOURCE, "-O2", f"-I{headers()}")
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-    calls.sparse_launches_new.argtypes, calls.sparse_launches_new.restype = [pointer], pointer
+    calls.sparse_launches_new.argtypes = [pointer, number]
+    calls.sparse_launches_new.restype = pointer
     calls.sparse_launches_free.argtypes = [pointer]
     calls.sparse_launches_count.argtypes = [pointer]
-    calls.sparse_launches_event.argtypes = [pointer, number, number, number]
-    calls.sparse_launches_zeros.argtypes = [pointer, number, number, size, size]
+    calls.sparse_launches_zeros.argtypes = [pointer, number, size, size]
     calls.sparse_launches_add.argtypes = [
-        pointer, pointer, number, pointer, number, pointer, pointer, number
+        pointer, pointer, pointer, number, pointer, pointer, number
     ]  # fmt: skip
     calls.sparse_launches_run.argtypes = [pointer, number, number, ctypes.c_char_p]
     return Library(calls, (pointer * len(functions))(*functions))
 
 
 class LaunchList:
-    """Launches, and events between streams, in order. Addresses, streams and events are words, given to a `part`."""
+    """Launches, in order. Addresses are words, given to a `part`, the last of which is the stream."""
 
     def __init__(self, library: Library, words: int) -> None:
         self._library = library.calls
-        self._plan = self._library.sparse_launches_new(library.driver)
+        self._plan = self._library.sparse_launches_new(library.driver, words - 1)
         weakref.finalize(self, self._library.sparse_launches_free, self._plan)
         self._pack = struct.Struct(f"={words}Q").pack
         self._kernels: list[Any] = []  # what is launched stays loaded
@@ -98,24 +96,20 @@ class LaunchList:
     def __len__(self) -> int:
         return int(self._library.sparse_launches_count(self._plan))
 
-    def launch(self, kernel: KernelLaunch, stream: int, parameters: Sequence[Parameter]) -> bool:
-        """Add a launch on the stream in a word; False where the driver says that the kernel has other parameters."""
+    def launch(self, kernel: KernelLaunch, parameters: Sequence[Parameter]) -> bool:
+        """Add a launch; False where the driver says that the kernel has other parameters."""
         described = [_described(p) for p in parameters]
         maps = [p.like for p in parameters if isinstance(p, TensorMap)]
         flat = struct.pack(f"={3 * len(described)}q", *itertools.chain(*described))
         numbers = struct.pack("=8q", *kernel.grid, *kernel[2:])
         self._kernels.append(kernel.kernel)
         return not self._library.sparse_launches_add(
-            self._plan, kernel.kernel.function, stream, numbers, len(described), flat, b"".join(maps), len(maps)
+            self._plan, kernel.kernel.function, numbers, len(described), flat, b"".join(maps), len(maps)
         )  # fmt: skip
 
-    def zeros(self, at: Address, size: int, stream: int) -> None:
-        """Add that bytes at an address become zero, on the stream in a word."""
-        self._library.sparse_launches_zeros(self._plan, stream, *at, size)
-
-    def event(self, waits: bool, stream: int, event: int) -> None:
-        """Add that the event in a word is recorded in the stream in another one, or that the stream waits for it."""
-        self._library.sparse_launches_event(self._plan, waits, stream, event)
+    def zeros(self, at: Address, size: int) -> None:
+        """Add that bytes at an address become zero."""
+        self._library.sparse_launches_zeros(self._plan, *at, size)
 
     def part(self, first: int, last: int) -> Callable[[Any, Sequence[int]], None]:
         """What makes the launches from one up to another, called with something and the words."""

@@ -6,10 +6,10 @@ shapes, strides, dtypes, alignments and options is recorded, as what it allocate
 third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned, and
 with one call of C for all launches between two calls of ATen (`launches`).
 
-A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `SideStream` or
-a tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
-allocate, whose kernels take longer than the host. Of operators that use several streams the host has the most to
-do, and next to nothing is freed on the way: for them there are limits of their own.
+A call that does anything else on the way (reads a number off the GPU, uses another stream or a tensor of its own from
+before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to allocate, whose kernels
+take longer than the host. An operator with many launches, which frees next to nothing on the way, has limits of its
+own.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
 MOST_SCRATCH = 64 * 2**20
-MOST_SCRATCH_MULTISTREAM = 1536 * 2**20
+MOST_SCRATCH_LARGE = 1536 * 2**20
 # Bytes that the recorded call may keep until its end, once.
 MOST_KEPT = 256 * 2**20
-MOST_KEPT_MULTISTREAM = 2048 * 2**20
+MOST_KEPT_LARGE = 2048 * 2**20
 # Programs of many shapes start over here: some kilobytes each.
 MOST_PLANS = 1024
 # What addresses may have in common with those recorded: kernels align their own buffers up to this, but for what they
@@ -78,10 +78,10 @@ def forget() -> None:
     _plans.clear()
 
 
-def replayed(fn: Callable[..., Any], multistream: bool = False) -> Callable[..., Any]:
+def replayed(fn: Callable[..., Any], large: bool = False) -> Callable[..., Any]:
     """Decorates the device function of an operator: arguments are tensors, None, numbers, strings, dtypes and lists
     of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
-    layouts and `compat.launch_settings`. multistream: it launches on several streams."""
+    layouts and `compat.launch_settings`. large: the larger limits hold."""
 
     last: tuple[list[Hashable], Any] = [], None
 
@@ -98,7 +98,7 @@ def replayed(fn: Callable[..., Any], multistream: bool = False) -> Callable[...,
             settled = (fn, *key)
             plan = _plans.get(settled)
             if type(plan) is not _Plan:
-                return _first(fn, args, settled, plan, inputs, multistream)
+                return _first(fn, args, settled, plan, inputs, large)
             last = key, plan
         return fn(*args) if launching.profiler_attached() else plan.run(inputs, addresses)
 
@@ -111,11 +111,11 @@ def _first(
     key: Hashable,
     found: Any,
     inputs: list[Tensor],
-    multistream: bool,
+    large: bool,
 ) -> Any:
     """A call that there is no plan for: found is _ONCE where it is the second one."""
     if found is _ONCE:
-        return _record(fn, args, key, inputs, multistream)
+        return _record(fn, args, key, inputs, large)
     if key not in _plans:
         if len(_plans) >= MOST_PLANS:
             forget()
@@ -163,15 +163,15 @@ def _describe(
 class Site:
     """A call in generated code, whose arguments never differ but in the tensors' addresses and what they hold.
 
-    fn, multistream: what `replayed` takes. kept: the last arguments, where they are the same at each call, down to the
+    fn, large: what `replayed` takes. kept: the last arguments, where they are the same at each call, down to the
     tensors' addresses. Once there is a plan it is looked up no more: only the addresses' alignment is, and what else a
     plan depends on.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], multistream: bool = False, kept: Sequence[Any] = ()
+        self, fn: Callable[..., Any], large: bool = False, kept: Sequence[Any] = ()
     ) -> None:
-        self._fn, self._usual = fn, replayed(fn, multistream)
+        self._fn, self._usual = fn, replayed(fn, large)
         self._kept, self._kept_tensors = tuple(kept), _tensors_in(kept)
         self._kept_addresses = [t.data_ptr() for t in self._kept_tensors]
         self._plan: _Plan | None = None
@@ -244,14 +244,14 @@ class _View(NamedTuple):
 
 
 def _record(
-    fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], multistream: bool
+    fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], large: bool
 ) -> Any:
     """Make the call and keep its plan, or that it has none."""
     if not _one_at_a_time.acquire(blocking=False):
         return fn(*args)
     try:
-        recording = _Recording(inputs, multistream)
-        with recording, launching.observing(recording.launched, recording.event, recording.unknown):
+        recording = _Recording(inputs, large)
+        with recording, launching.observing(recording.launched, recording.unknown):
             result = fn(*args)
         try:
             _plans[key] = recording.plan(result)
@@ -266,16 +266,13 @@ def _record(
 class _Recording(TorchDispatchMode):
     """What a call does, in order."""
 
-    def __init__(self, inputs: list[Tensor], multistream: bool) -> None:
+    def __init__(self, inputs: list[Tensor], large: bool) -> None:
         super().__init__()
         self._inputs = inputs
-        self._most_kept = MOST_KEPT_MULTISTREAM if multistream else MOST_KEPT
-        self._most_scratch = MOST_SCRATCH_MULTISTREAM if multistream else MOST_SCRATCH
+        self._most_kept = MOST_KEPT_LARGE if large else MOST_KEPT
+        self._most_scratch = MOST_SCRATCH_LARGE if large else MOST_SCRATCH
         self._device = inputs[0].device
-        # Streams by handle, the current one's first, and events that they wait for.
-        self._numbers = {compat.raw_stream(self._device): 0}
-        self._streams: list[torch.cuda.Stream] = []
-        self._events: list[torch.cuda.Event] = []
+        self._stream = compat.raw_stream(self._device)
         self._made: list[Tensor] = []  # kept, so that no address is given out twice
         self._results: set[int] = set()  # which of them an ATen operator returned
         self._passed: set[int] = set()  # which of them an ATen operator was given
@@ -307,7 +304,7 @@ class _Recording(TorchDispatchMode):
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if func in _OF_DTYPES:
             return
-        if self._stream(compat.raw_stream(self._device)):
+        if compat.raw_stream(self._device) != self._stream:
             raise _Unplannable("ATen on another stream")
         if func.namespace != "aten" or not _SIZES_FROM_DATA.isdisjoint(func.tags):
             raise _Unplannable("what it returns is not known beforehand")
@@ -353,12 +350,6 @@ class _Recording(TorchDispatchMode):
         if not self._why:
             self._give_up(why)
 
-    def _stream(self, handle: int) -> int:
-        number = self._numbers.get(handle)
-        if number is None:
-            raise _Unplannable("another stream")
-        return number
-
     def launched(
         self, compiled: Any, grid: tuple[int, ...], stream: int, args: Sequence[Any]
     ) -> None:
@@ -366,10 +357,11 @@ class _Recording(TorchDispatchMode):
         if self._why:
             return
         try:
-            number = self._stream(stream)
+            if stream != self._stream:
+                raise _Unplannable("another stream")
             kernel = kernel_launch(compiled, grid)
             given = [self._placed(a) for a in kernel_parameters(compiled, args)]
-            self._steps.append(_Launch(kernel, given, number))
+            self._steps.append(_Launch(kernel, given))
         except (
             Exception
         ) as why:  # the launch is made: whatever cannot be told of it ends the recording alone
@@ -385,26 +377,6 @@ class _Recording(TorchDispatchMode):
         if not isinstance(a, (int, float)):
             raise _Unplannable(f"an argument of type {type(a).__name__}")
         return a
-
-    def event(self, what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """An event is recorded in a stream, or a stream waits for it, which is how a second one begins."""
-        if self._why:
-            return
-        known = [i for i, e in enumerate(self._events) if e is event]
-        try:
-            if what == "record":
-                number, known = self._stream(stream.cuda_stream), [len(self._events)]
-                self._events.append(event)
-            elif not known:
-                raise _Unplannable("an event from elsewhere")
-            elif stream.cuda_stream not in self._numbers:
-                number = self._numbers[stream.cuda_stream] = len(self._numbers)
-                self._streams.append(stream)
-            else:
-                number = self._stream(stream.cuda_stream)
-            self._steps.append(_Event(what, known[0], number))
-        except _Unplannable as why:
-            self._give_up(str(why))
 
     def _known(self, t: Tensor) -> bool:
         storage = t.untyped_storage().data_ptr()
@@ -478,10 +450,8 @@ class _Recording(TorchDispatchMode):
         bases = [*map(_layout, self._inputs), *made, None]
         bases += [_layout(self._made[i]) for i in sorted(self._results)]
         layouts = _Layouts(count, len(made), size, bases)
-        return _Plan(
-            self._device, layouts, _moved(self._steps, moved), _built(shape, views, layouts),
-            self._streams, len(self._events),
-        )  # fmt: skip
+        steps = _moved(self._steps, moved)
+        return _Plan(self._device, layouts, steps, _built(shape, views, layouts))
 
     def _returned(self, result: Any, found: list[_View | None]) -> Any:
         """The result with its tensors replaced by their numbers in `found`, where an empty one is None."""
@@ -525,22 +495,13 @@ class _Empty(tuple):
 class _Launch(NamedTuple):
     kernel: KernelLaunch
     parameters: list[Parameter]
-    stream: int
 
 
 class _Zeros(NamedTuple):
-    """Bytes that become zero, on the current stream."""
+    """Bytes that become zero."""
 
     at: Address
     size: int
-
-
-class _Event(NamedTuple):
-    """An event that is recorded in a stream, or that a stream waits for."""
-
-    what: str
-    number: int
-    stream: int
 
 
 class _Call(NamedTuple):
@@ -553,7 +514,7 @@ class _Call(NamedTuple):
     several: bool
 
 
-_Step = _Launch | _Zeros | _Event | _Call
+_Step = _Launch | _Zeros | _Call
 
 
 def _moved(a: Any, moved: Callable[[Address], Address]) -> Any:
@@ -586,7 +547,7 @@ class _Layouts(NamedTuple):
 class _Plan:
     """`run(inputs, addresses)` makes the call; inputs and their addresses are lists.
 
-    result: makes what the call returns of the tensors at all bases. streams: those beside the current one.
+    result: makes what the call returns of the tensors at all bases.
     """
 
     def __init__(
@@ -595,21 +556,15 @@ class _Plan:
         layouts: _Layouts,
         steps: Sequence[_Step],
         result: Callable[[list[Any]], Any],
-        streams: Sequence[torch.cuda.Stream],
-        events: int,
     ) -> None:
         self.current = True  # until `forget`
-        self._device, self._result, self._streams = device, result, streams
+        self._device, self._result = device, result
         inputs, allocated, self._scratch, of = layouts
         self._allocated = of[inputs : inputs + allocated]
         self._results = len(of) - inputs - allocated - 1
         self._empty = compat.allocator(device)
         self._handle = compat.stream_getter(device)
-        self._beside = [s.cuda_stream for s in streams]
         self._index = device.index if device.type == "cuda" else None
-        # Events of calls that have ended: those of several threads may be under way.
-        self._events = events
-        self._unused: list[list[torch.cuda.Event]] = []
         self._calls = any(isinstance(step, _Call) for step in steps)
         self._parts = self._written(steps, layouts)
 
@@ -619,12 +574,10 @@ class _Plan:
         """Launches in front of, between and behind calls of ATen."""
         calls = [step for step in steps if isinstance(step, _Call)]
         new = layouts.inputs + layouts.allocated + 1
-        stream = len(layouts.of)
-        event = stream + 1 + len(self._streams)
         launches = None
         if len(calls) < len(steps):
             library = available() or _unplannable("launches cannot be made again here")
-            launches = LaunchList(library, event + self._events)
+            launches = LaunchList(library, len(layouts.of) + 1)
         parts: list[Callable[[list[Any], list[int]], None]] = []
         first = 0
         for step in (*steps, None):
@@ -637,11 +590,9 @@ class _Plan:
                     new += len(step.new)
                 continue
             assert launches is not None
-            if isinstance(step, _Event):
-                launches.event(step.what == "wait", stream + step.stream, event + step.number)
-            elif isinstance(step, _Zeros):
-                launches.zeros(step.at, step.size, stream)
-            elif not launches.launch(step.kernel, stream + step.stream, step.parameters):
+            if isinstance(step, _Zeros):
+                launches.zeros(step.at, step.size)
+            elif not launches.launch(step.kernel, step.parameters):
                 raise _Unplannable(f"{step.kernel.kernel.name} has other parameters")
         return parts
 
@@ -666,29 +617,10 @@ class _Plan:
             scratch = self._empty((self._scratch + _PAGE,), (1,), torch.uint8)
             start = -(-scratch.data_ptr() // _PAGE) * _PAGE
         tensors.append(scratch)
-        words += (start, *[0] * self._results, self._handle(), *self._beside)
-        events = None
-        if self._events:
-            events = self._unused.pop() if self._unused else _new_events(self._events)
-            words += [e.cuda_event for e in events]
-        try:
-            for part in self._parts:
-                part(tensors, words)
-        except BaseException:
-            # What the other streams use is not freed before they are done.
-            for stream in self._streams:
-                torch.cuda.current_stream(self._device).wait_event(stream.record_event())
-            raise
-        if events is not None:
-            self._unused.append(events)
+        words += (start, *[0] * self._results, self._handle())
+        for part in self._parts:
+            part(tensors, words)
         return self._result(tensors)
-
-
-def _new_events(number: int) -> list[torch.cuda.Event]:
-    events = [torch.cuda.Event() for _ in range(number)]
-    for event in events:
-        event.record()  # which makes it
-    return events
 
 
 class _Again:

@@ -8,13 +8,13 @@ token order, so that sums are taken in the same order every time. Rows that were
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..common.launch import relaunched
-from ..common.side_stream import SideStream
 from . import dots as dot_rows
 from . import few, forward, gather, listed, popular, rows
 from .forward import Block, Packed, chunks, rows_of_table
@@ -92,35 +92,35 @@ def _scan_kernel(total, start, N, BLOCK: tl.constexpr):
         before += tl.sum(t, 0)
 
 
-class TokenLists:
+class TokenLists(NamedTuple):
     """The tokens of each neuron n: entry[start[n] + j] is the place of the j-th in the packed form, j < total[n]."""
 
-    def __init__(self, count: torch.Tensor, index: torch.Tensor, N: int) -> None:
-        self._count, self._index = count, index
-        M, cap = index.shape
-        self._bitmask = count.new_zeros(triton.cdiv(M, WORD), N)
-        self._before = torch.empty_like(self._bitmask)
-        self.entry = count.new_empty(M * cap)
-        self.start, self.total = count.new_empty(N), count.new_empty(N)
+    entry: torch.Tensor
+    start: torch.Tensor
+    total: torch.Tensor
 
-    def fill(self) -> None:
-        """Launch what makes the lists, once."""
-        count, index, bitmask, before = self._count, self._index, self._bitmask, self._before
-        words, N = bitmask.shape
+    @classmethod
+    def of(cls, count: torch.Tensor, index: torch.Tensor, N: int) -> TokenLists:
+        """The lists of packed rows: count [M], and index [M, cap] of N neurons."""
         M, cap = index.shape
+        words = triton.cdiv(M, WORD)
+        bitmask = count.new_zeros(words, N)
+        before = torch.empty_like(bitmask)
+        lists = cls(count.new_empty(M * cap), count.new_empty(N), count.new_empty(N))
         block = triton.next_power_of_2(cap)
         warps = 1 if block <= 128 else 4
         _set_bits_kernel[(M,)](count, index, bitmask, N, CAP=cap, BLOCK=block, num_warps=warps)
         bn = 32
         _count_kernel[(triton.cdiv(N, bn),)](
-            bitmask, before, self.total, words, N,
+            bitmask, before, lists.total, words, N,
             WORDS=min(256, triton.next_power_of_2(words)), BN=bn, num_warps=8,
         )  # fmt: skip
-        _scan_kernel[(1,)](self.total, self.start, N, BLOCK=4096, num_warps=8)
+        _scan_kernel[(1,)](lists.total, lists.start, N, BLOCK=4096, num_warps=8)
         _place_kernel[(M,)](
-            count, index, bitmask, before, self.start, self.entry, N,
+            count, index, bitmask, before, lists.start, lists.entry, N,
             CAP=cap, BLOCK=block, num_warps=warps,
         )  # fmt: skip
+        return lists
 
 
 @relaunched
@@ -197,7 +197,6 @@ def backward(
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
-    tables = gate, up, b.down
 
     def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         return (
@@ -212,11 +211,6 @@ def backward(
     by_up = d_wu is not None or d_bu is not None
     by_down = needs[5]
 
-    def overflow_of(part: slice) -> _Overflow:
-        numbers = None if d_stats is None else d_stats[:, part]
-        to = None if dx is None else dx[part]
-        return _Overflow(dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted)
-
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
@@ -226,89 +220,52 @@ def backward(
         (into_up, d_bu) if by_up else (None, None),
         (None if d_wd is None else d_wd.t(), None),
     )
-    first_part, *other_parts = chunks(len(x), N, CHUNK)
-    lists, first = TokenLists(packed.count, packed.index, N), overflow_of(first_part)
-    # Lists are short work that waits for memory; tensor cores have overflow rows to do, or nothing.
-    with SideStream(x.device, urgent=True) as side:
-        with side.beside():
-            if by_gate or by_up or by_down:
-                lists.fill()
-            filled = side.mark()
-            first.make()
-        table = rows.by_neuron(b.down)
-        d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
-        entries = packed.count, packed.index, packed.gate
-        d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
-        d_up = torch.empty_like(packed.up) if gated else None
-        work = (entries, packed.up if gated else None, d_stats)
-        dot_rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g)
-        common = None
-        if d_stats is None and len(packed.popular):
-            common = popular.Gradients(
-                dy, packed.popular, packed.popular_gate, packed.popular_up if gated else None,
-                (gate, up, table), packed.count, cap, b.f, b.g, b.zero_threshold,
-            )  # fmt: skip
-        if dx is not None:
-            second = None if up is None or d_up is None else (d_up, up)
-            onto = None if common is None else common.of_x()
-            rows.weighted_rows(
-                packed.count, packed.index, d_gate, gate, dx, second=second, onto=onto
-            )
-        side.wait(filled)
-        if by_gate or by_up:
-            sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
-        if d_table is not None:
-            sums_by_neuron(lists, dy, h, d_table, None, cap)
-        if common is not None:
-            weights = (into_gate, into_up) if by_gate or by_up else ()
-            common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
-        # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
-        if d_table is not None:
-            rows.by_neuron(d_table, out=d_wd)
-    first.add()
-    del first  # one at a time: they are large
-    for part in other_parts:
-        more = overflow_of(part)
-        more.make()
-        more.add()
-        del more
-    if d_bd is not None:
-        torch.sum(dy, 0, out=d_bd)
-    return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
-
-
-class _Overflow:
-    """Rows of `count` that are not packed: what they contribute, by tiles.
-
-    tables: gate and up [N, K] with unit stride along K, and down [D, N]. wanted: for each sum over tokens (gradient of
-    a weight, of its bias), to which they add their share, either None.
-    """
-
-    def __init__(self, dy, d_stats, x, b: Block, tables, count, cap: int, dx, wanted) -> None:
-        self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
-        self._tables, self._count, self._cap, self._wanted = tables, count, cap, wanted
-
-    def make(self) -> None:
-        """Find them, and make their gradients before the sums over tokens and their rows of dx."""
-        self._listed = listed.Listed.of(self._count, self._cap)
-        gate, up, down = self._tables
-        b = self._b
-        self._made = d_gate, d_up, _ = listed.gradients(
-            self._x, self._dy, (gate, b.gate_bias), None if up is None else (up, b.up_bias), down,
-            self._d_stats, self._listed, b.f, b.g, b.zero_threshold,
+    by_neuron = by_gate or by_up or by_down
+    lists = TokenLists.of(packed.count, packed.index, N) if by_neuron else None
+    table = rows.by_neuron(b.down)
+    d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
+    entries = packed.count, packed.index, packed.gate
+    d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
+    d_up = torch.empty_like(packed.up) if gated else None
+    work = (entries, packed.up if gated else None, d_stats)
+    dot_rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g)
+    common = None
+    if d_stats is None and len(packed.popular):
+        common = popular.Gradients(
+            dy, packed.popular, packed.popular_gate, packed.popular_up if gated else None,
+            (gate, up, table), packed.count, cap, b.f, b.g, b.zero_threshold,
         )  # fmt: skip
-        if self._dx is not None:
-            second = None if d_up is None else (d_up, up.t())
-            listed.product(d_gate, gate.t(), self._dx, self._listed, second=second)
-
-    def add(self) -> None:
-        """Add their share of the sums over tokens."""
+    if dx is not None:
+        second = None if up is None or d_up is None else (d_up, up)
+        onto = None if common is None else common.of_x()
+        rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second, onto=onto)
+    if lists is not None and (by_gate or by_up):
+        sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+    if lists is not None and d_table is not None:
+        sums_by_neuron(lists, dy, h, d_table, None, cap)
+    if common is not None:
+        weights = (into_gate, into_up) if by_gate or by_up else ()
+        common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
+    if d_table is not None:
+        rows.by_neuron(d_table, out=d_wd)
+    for part in chunks(len(x), N, CHUNK):  # one at a time: they are large
+        numbers = None if d_stats is None else d_stats[:, part]
+        rest = listed.Listed.of(packed.count[part], cap)
+        made = listed.gradients(
+            x[part], dy[part], (gate, b.gate_bias), None if up is None else (up, b.up_bias), b.down,
+            numbers, rest, b.f, b.g, b.zero_threshold,
+        )  # fmt: skip
+        if dx is not None:
+            second = None if up is None or made[1] is None else (made[1], up.t())
+            listed.product(made[0], gate.t(), dx[part], rest, second=second)
+        of_tokens = x[part], x[part], dy[part]
         sums = [
-            listed.Sum(values, right, weight, bias)
-            for values, right, (weight, bias) in zip(
-                self._made, (self._x, self._x, self._dy), self._wanted, strict=True
-            )
+            listed.Sum(values, tokens, weight, bias)
+            for values, tokens, (weight, bias) in zip(made, of_tokens, wanted, strict=True)
             if values is not None and weight is not None
         ]
         if sums:
-            listed.add_sums(sums, self._listed)
+            listed.add_sums(sums, rest)
+    if d_bd is not None:
+        torch.sum(dy, 0, out=d_bd)
+    return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import Program
 
-from ..common.side_stream import SideStream
 from . import decode, few, hopper, listed, popular, rows
 from . import dots as dot_rows
 from . import packing as packer
@@ -181,23 +180,20 @@ def forward(
         h, steps = value, b.f
         if up is not None:
             h, steps = x.new_empty(m, cap), ()
-        # Tensor cores have rows that overflow to do, or nothing, while rows are gathered.
-        with SideStream(x.device, urgent=numbers is None) as side:
-            if up is not None:
-                gates = gate if value is None else value
-                dot_rows.dots(
-                    x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,
-                    whole=value is None, ready=ready,
-                )  # fmt: skip
-                if numbers is not None:
-                    dot_rows.hidden_stats(count, h, numbers)
-            rows.weighted_rows(
-                count, index, h, table, y[part],
-                steps=steps, bias=b.down_bias, packing=packing, onto=onto, ready=ready,
+        if up is not None:
+            gates = gate if value is None else value
+            dot_rows.dots(
+                x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,
+                whole=value is None, ready=ready,
             )  # fmt: skip
-            with side.beside():
-                listed.hidden(x[part], up, b.up_bias, gate, rest, b.f, b.g, b.zero_threshold)
-                listed.product(gate, b.down, y[part], rest, bias=b.down_bias)
-                if numbers is not None and up is not None:
-                    listed.row_stats(gate, numbers, rest)
+            if numbers is not None:
+                dot_rows.hidden_stats(count, h, numbers)
+        rows.weighted_rows(
+            count, index, h, table, y[part],
+            steps=steps, bias=b.down_bias, packing=packing, onto=onto, ready=ready,
+        )  # fmt: skip
+        listed.hidden(x[part], up, b.up_bias, gate, rest, b.f, b.g, b.zero_threshold)
+        listed.product(gate, b.down, y[part], rest, bias=b.down_bias)
+        if numbers is not None and up is not None:
+            listed.row_stats(gate, numbers, rest)
     return y

@@ -87,8 +87,7 @@ def outer(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     found = _pack(h)
     cap = found.index.shape[1]
     out, total = h.new_empty(N, D), h.new_empty(N)
-    lists = TokenLists(found.count, found.index, N)
-    lists.fill()
+    lists = TokenLists.of(found.count, found.index, N)
     sums_by_neuron(lists, x, found.values, out, total, cap)
     listed.add_sums([listed.Sum(h, x, out, total)], listed.Listed.of(found.count, cap))
     return out, total

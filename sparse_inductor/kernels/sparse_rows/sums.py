@@ -174,8 +174,7 @@ def columns(indices: Tensor, N: int) -> aten.Columns:
     if triton.cdiv(len(indices), 32) * N * 4 > MASKS:
         return aten.columns(indices, N)
     count = indices.new_full((len(indices),), indices.shape[1], dtype=torch.int32)
-    lists = TokenLists(count, indices, N)
-    lists.fill()
+    lists = TokenLists.of(count, indices, N)
     ends = torch.empty_like(lists.total)
     constants = {"PIECE": aten.PIECE, "BLOCK": 4096 if indices.is_cuda else 16}
     launch(_ends_kernel, (1,), (lists.total, ends, N), constants, 8)
