@@ -45,7 +45,7 @@ class Layer(enum.IntEnum):
     """What computes an operator; a larger one is more portable and slower."""
 
     NATIVE = 0
-    """Kernels for this GPU's architecture (Gluon and PTX) where there are some, else portable ones."""
+    """Kernels for this GPU's architecture (Gluon and CUDA C++) where there are some, else portable ones."""
     PORTABLE = 1
     """Triton kernels that use nothing of an architecture's own."""
     ATEN = 2

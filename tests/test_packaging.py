@@ -78,6 +78,8 @@ def test_the_wheel_holds_one_top_level_package(dist):
         names = archive.namelist()
     assert "sparse_inductor/kernels/sparse_scores/cpu.cpp" in names
     assert "sparse_inductor/kernels/common/launches.c" in names
+    assert "sparse_inductor/kernels/common/device.cuh" in names
+    assert "sparse_inductor/kernels/sparse_scores/rescore.cu" in names
     top = {name.split("/")[0] for name in names}
     assert top == {"sparse_inductor", next(t for t in top if t.endswith(".dist-info"))}
     assert all(names.count(name) == 1 for name in names)

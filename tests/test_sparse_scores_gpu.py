@@ -115,7 +115,7 @@ def test_filters_give_the_cpus_bits():
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
 def test_rows_of_all_lengths_by_both_kinds_of_kernels(weights):
-    """One to 700 terms: a lane's, a warp's, several loops'. The portable kernels give the same bits as those in PTX."""
+    """One to 700 terms: a lane's, a warp's, several loops'. The portable kernels give the bits of those in CUDA C++."""
     g = torch.Generator().manual_seed(4)
     n, V = 12_000, 3000
     share = 0.23 * torch.rand(n, 1, generator=g) ** 3

@@ -12,10 +12,12 @@ import ctypes
 import dis
 import functools
 import inspect
+import json
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 LaunchSeen = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
@@ -87,6 +89,41 @@ def mock_tensor(dtype: Any) -> Any:
     from triton.runtime.jit import MockTensor
 
     return MockTensor(dtype)
+
+
+def compiled_kernel(
+    cubin: bytes, name: str, arch: int, signature: Sequence[str], options: Mapping[str, Any]
+) -> Any:
+    """The kernel `name` of a binary, for Triton to load and to launch; options: as Triton's compiler takes them."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel, make_backend
+
+    target = GPUTarget("cuda", arch, 32)
+    scratch = {
+        f"{kind}_scratch_{what}": n
+        for kind in ("global", "profile")
+        for what, n in (("size", 0), ("align", 1))
+    }
+    metadata = {
+        **vars(make_backend(target).parse_options(dict(options))), **scratch, "target": vars(target), "name": name,
+        "shared": 0,
+    }  # fmt: skip
+    function = SimpleNamespace(launch_metadata=None, arg_names=())
+    source = SimpleNamespace(signature=dict(enumerate(signature)), constants={}, fn=function)
+    with tempfile.TemporaryDirectory() as folder:
+        files = {suffix: Path(folder, f"{name}.{suffix}") for suffix in ("cubin", "json")}
+        files["cubin"].write_bytes(cubin)
+        files["json"].write_text(json.dumps(metadata, default=vars))
+        return CompiledKernel(source, {path.name: str(path) for path in files.values()}, name)
+
+
+def cached(key: str, name: str, make: Callable[[], bytes]) -> bytes:
+    """What `make` gives, kept where Triton keeps what it compiles. key: 64 hexadecimal digits."""
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(key)
+    path = cache.get_file(name)
+    return Path(path or cache.put(make(), name)).read_bytes()
 
 
 _hashing = threading.Lock()

@@ -19,7 +19,7 @@ def device(request):
 
 @pytest.fixture
 def hopper_gpu():
-    """A GPU whose kernels are written in Gluon and PTX; that they take a test's operands is for the test to assert."""
+    """A GPU that has kernels of its own; that they take a test's operands is for the test to assert."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
 

@@ -1,5 +1,5 @@
-"""The feed-forward block's kernels in Gluon and around PTX compile for a Hopper GPU, on a machine that has none: the
-interpreter does not run them, and Gluon's names change from one version to the next."""
+"""The feed-forward block's kernels in Gluon compile for a Hopper GPU, on a machine that has none: the interpreter does
+not run them, and Gluon's names change from one version to the next."""
 
 from __future__ import annotations
 

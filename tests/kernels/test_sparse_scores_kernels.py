@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
+from on_cpu import launch_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime import interpreter
 
 from ranking import sparse
 from sparse_inductor.aten.top import best_of
 from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import collection_of
 from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.common.cuda import CudaKernel
 from sparse_inductor.kernels.sparse_scores import accumulate, documents, merge, search
 from sparse_inductor.kernels.sparse_scores import best as best_documents
 from sparse_inductor.kernels.sparse_scores import checksum as checksums
@@ -331,3 +337,69 @@ def test_checksums_are_those_of_the_c_code(device, sizes):
         assert sums[:4] == [*native.checksum(ids, keys), *native.checksum(values, keys)]
     odd = torch.zeros(7, dtype=torch.half, device=device)  # no whole number of 64-bit words
     assert checksums._words(odd).dtype == torch.int16
+
+
+@pytest.mark.parametrize(
+    "precision, k, b", [("float32", 10, 3), ("float16", 300, 2), ("int8", 10, 2)]
+)
+def test_search_by_kernels_in_cuda(monkeypatch, precision, k, b):
+    """The launches of a search on an NVIDIA GPU, in the interpreter and compiled for a CPU."""
+    monkeypatch.setattr(CudaKernel, "launch", launch_on_cpu)
+    n = search.CHUNK_DOCS + 900
+    parts = segments(collection(n, share=0.2), precision, size=4000)
+    assert searched(parts, queries(b), k, torch.device("cpu"), range(5, 300), shared=True) == 0
+
+
+def run_program(kernel, program, programs, args, constants):
+    """One of several programs of a kernel, in the interpreter."""
+    builder, kind = interpreter.interpreter_builder, type(interpreter.interpreter_builder)
+    builder.set_grid_dim = lambda *_: kind.set_grid_dim(builder, programs, 1, 1)
+    builder.set_grid_idx = lambda *_: kind.set_grid_idx(builder, program, 0, 0)
+    kernel[(1,)](*args, **constants)
+
+
+@pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("at_once", [heavy(1), 2])
+def test_programs_that_score_everything_wait_for_none_that_has_not_begun(at_once):
+    """Three programs, not all of which run at once. Queries: unproved, proved but not sorted, not finite, unproved."""
+    g, n, k, programs, room = torch.Generator().manual_seed(at_once), 200, 20, 3, 64
+    docs = sparse(n, V, 0.1, at_once)
+    packed = search.Packed.of(search.pack(segments(docs), V))
+    status = torch.tensor([1, 0, 2, 1], dtype=torch.int32)
+    B = len(status)
+    q = (torch.rand(B, V, generator=g) < 0.3) * torch.randint(1, 4, (B, V), generator=g).float()
+    deleted = torch.rand(n, generator=g) < 0.1
+    best, right = truth(dense_of(segments(docs)), q, k, deleted)
+    keys = torch.full((B, room), -5)
+    keys[1, :k] = merge.keys(best[1:2], right[1:2], 0)[0][torch.randperm(k, generator=g)]
+    ints = lambda *shape, dtype=torch.int32: torch.full(shape, 91, dtype=dtype)
+    scores, ids = torch.zeros(B, k), torch.zeros(B, k, dtype=torch.int64)
+    args = [
+        q, packed.offsets, packed.terms, packed.weights, packed.scales, packed.chunks.docs, packed.chunks.count,
+        deleted, status, keys, torch.tensor([0, k, 0, 0], dtype=torch.int32), torch.zeros(V, 4), ints(4, n),
+        ints(32, 4), ints(programs, 2), torch.tensor([0, 0, B, 0], dtype=torch.int32), torch.ones(B),
+        ints(B, search.COUNTERS_APART), ints(B, room), ints(B, room), ints(B, room, dtype=torch.int64), scores, ids,
+    ]  # fmt: skip
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            a.share_memory_()
+    constants = {
+        "BYTES": False, "UNSIGNED16": True, "ROOM": room, "GROUP": 4, "DOCS": 16, "WIDTH": 32, "READ": 64, "DEPTH": 2,
+        "SORTED": True, "SMALL": 32, "PDL": False,
+    }  # fmt: skip
+    args += [V, n, B, k]
+    context, kernel = multiprocessing.get_context("fork"), search.everything_kernel
+    waiting = [
+        context.Process(target=run_program, args=(kernel, p, programs, args, constants))
+        for p in range(programs)
+    ]
+    while waiting:
+        running, waiting = waiting[:at_once], waiting[at_once:]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(100)
+            assert process.exitcode == 0
+    assert scores[2].isnan().all() and ids[2].eq(-1).all()
+    for b in (0, 1, 3):
+        assert torch.equal(ids[b], right[b]) and torch.equal(scores[b], best[b])

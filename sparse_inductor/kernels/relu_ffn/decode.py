@@ -1,13 +1,14 @@
 """The ReLU feed-forward block for a few tokens, where reading the weights is all the work.
 
 One token: a kernel reads the gate weights, and at once the up weights of those neurons that turn out active; a second
-one reads the active columns of the down weights where they lie, without a transposed copy, in PTX where their type and
-place allow it. A few tokens: the up weights are read only for neurons that are active in any token; of the down weights
-all are, as sixteen tokens leave few columns that nobody needs.
+one reads the active columns of the down weights where they lie, without a transposed copy, by words of neurons
+(decode.cu) where their type and place allow it. A few tokens: the up weights are read only for neurons that are active
+in any token; of the down weights all are, as sixteen tokens leave few columns that nobody needs.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ import triton
 import triton.language as tl
 
 from ..common.arch import capability
+from ..common.cuda import CudaKernel
 from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 from ..common.pdl import pdl_options, wait_for_previous
 from ..common.tma import tma_addressable
-from . import decode_ptx as ptx
 
 # One token's gate and up projections: neurons a program, warps. Small programs, so that one that waits for its up rows
 # holds up no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps 10.5).
@@ -29,8 +30,12 @@ ONE_UP = (1, 4)
 ONE_DOWN = (8, 128, 8)
 # Groups of neighbours with an active neuron up to which they are listed; each costs a sector of memory for each output.
 MOST_LISTED = 256
-# Warps of the same by words of neurons: 0.9 us less for 1 % of 5 632 neurons, 3.9 us less for half of them (H200).
-ONE_DOWN_WORDS = 16
+# Neurons that are neighbours in a row of the down weights: 16 bytes of it.
+GROUP = 8
+# The same by words of neurons: outputs of a block, and its warps. 0.9 us less for 1 % of 5 632 neurons, 3.9 us less for
+# half of them (H200).
+ONE_DOWN_WORDS = (4, 16)
+words_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "down_projection", __name__)
 # A few tokens' projections: neurons a program, depth, warps, stages; their down projection: outputs a program, depth,
 # parts of the sum, warps, stages.
 FEW_UP = (64, 128, 4, 4)
@@ -177,42 +182,6 @@ def _down_kernel(
     tl.store(out + d, y.to(out.dtype.element_ty), mask=in_d)
 
 
-@relaunched
-@triton.jit
-def _down_words_kernel(
-    hidden, down, bias, residual, out, groups, word, D, stride_d, stride_r,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, BODY: tl.constexpr,
-    TOTAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """What `_down_kernel` does, of 16-bit weights in rows of 16-byte pieces: BODY and TOTAL are PTX that weighs OUTPUTS
-    rows, by words of so many groups of neurons, and adds up what its warps have."""
-    wait_for_previous(PDL)
-    first = tl.program_id(0) * OUTPUTS
-    i = tl.arange(0, OUTPUTS)
-    in_d = first + i < D
-    if HAS_BIAS:
-        b = tl.load(bias + first + i, mask=in_d, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        r = tl.load(residual + (first + i) * stride_r, mask=in_d, other=0.0).to(tl.float32)
-    rows = down + first.to(tl.int64) * stride_d
-    sums = tl.inline_asm_elementwise(
-        BODY, "=r,l,r,l,r,r,r",
-        [
-            hidden.to(tl.int64), groups, rows.to(tl.int64), stride_d * 2,
-            tl.minimum(D - first, OUTPUTS) - 1, word,
-        ],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    y = tl.inline_asm_elementwise(
-        TOTAL, "=f,r,r", [sums, i], dtype=tl.float32, is_pure=False, pack=1
-    )
-    if HAS_BIAS:
-        y += b
-    if HAS_RESIDUAL:
-        y = y.to(out.dtype.element_ty).to(tl.float32) + r  # the linear's own rounding
-    tl.store(out + first + i, y.to(out.dtype.element_ty), mask=in_d)
-
-
 def _one(x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     N, K = b.gate.shape
     h = x.new_empty(1, N)
@@ -238,7 +207,7 @@ def by_words(h: torch.Tensor, down: torch.Tensor) -> bool:
         and h.element_size() == 2
         and capability(h.device)[0] >= 9
         and tma_addressable(down)
-        and down.shape[1] % ptx.GROUP == 0
+        and down.shape[1] % GROUP == 0
     )
 
 
@@ -254,21 +223,20 @@ def down_projection(
     extras = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     stride_r = 1 if residual is None else residual.stride(1)
     if by_words(h, down):
-        warps = ONE_DOWN_WORDS
-        groups = N // ptx.GROUP
+        outputs, warps = ONE_DOWN_WORDS
+        groups = N // GROUP
         word = min(32, triton.cdiv(groups, 2 * warps))
-        body = ptx.down("bf16" if h.dtype == torch.bfloat16 else "f16", warps)
-        _down_words_kernel[(triton.cdiv(D, ptx.OUTPUTS),)](
-            h, down, bias, residual, y, groups, word, D, down.stride(0), stride_r,
-            **extras, OUTPUTS=ptx.OUTPUTS, BODY=body, TOTAL=ptx.total(warps),
-            **pdl_options(h), num_warps=warps,
+        words_kernel.launch(
+            (triton.cdiv(D, outputs),), h, down, bias, residual, y, groups, word, D, down.stride(0), stride_r,
+            OUTPUTS=outputs, WARPS=warps, IS_BF16=h.dtype == torch.bfloat16, **extras, PDL=pdl_options(h)["PDL"],
+            num_warps=warps,
         )  # fmt: skip
         return
     small = not h.is_cuda
     bd, flight, warps = ONE_DOWN
     programs = triton.cdiv(D, bd)
     most = 8 if small else MOST_LISTED
-    group = ptx.GROUP if down.stride(1) == 1 else 1
+    group = GROUP if down.stride(1) == 1 else 1
     _down_kernel[(programs,)](
         h, down, bias, residual, y,
         torch.empty(programs * most, dtype=torch.int32, device=h.device),

@@ -5,22 +5,24 @@ document's place in its chunk. A query weight is an int32 fraction of the query'
 made odd, is added to the document's int32 accumulator. Integer additions commute: whatever order the threads come in,
 the bits are the same.
 
-Accumulators live in shared memory, through inline PTX, or in a scratch row of global memory that stays in L2: the
-portable way, which the interpreter runs too.
+Accumulators live in shared memory (accumulate.cu), or in a scratch row of global memory that stays in L2: the portable
+way, which the interpreter runs too.
 
 The kernels here find candidates; `sparse_scores.search` proves the set and rescores it exactly.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import triton
 import triton.language as tl
 
+from ..common.cuda import CudaKernel
 from ..common.launch import relaunched
-from . import ptx
 
 CHUNK_BITS = 13
-# 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed.
+# 32 KiB of accumulators: at most 48 KiB of shared memory are given unasked.
 CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
@@ -32,19 +34,7 @@ _APART = tl.constexpr(COUNTERS_APART)
 _ID_MASK = tl.constexpr(CHUNK_DOCS - 1)
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 
-# One scalar asm declares the array, and 32 words that nobody reads behind it, so that there is one of it; Triton places
-# its own shared memory elsewhere.
-_DECLARE = tl.constexpr(
-    f"{{ .shared .align 16 .b8 sparse_scores_acc[{4 * CHUNK_DOCS + 128}]; mov.u32 $0, sparse_scores_acc; }}"
-)
-_WARPS = 8  # 16 were slower
-_THREADS = 32 * _WARPS
-_CLEAR = tl.constexpr(ptx.clear(CHUNK_DOCS, _THREADS))
-_ACCUMULATE = tl.constexpr(ptx.accumulate(CHUNK_DOCS, _WARPS))
-_APPEND = tl.constexpr(ptx.append(CHUNK_DOCS, _THREADS, False))
-_APPEND_LISTED = tl.constexpr(ptx.append(CHUNK_DOCS, _THREADS, True))
-_LOAD = tl.constexpr("ld.shared.u32 $0, [$1];")
-_BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
+shared_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "score_chunks", __name__)
 
 
 @triton.jit
@@ -52,16 +42,6 @@ def _contribution(posting, weight):
     """The high half of the whole posting, the document's place being too small to matter, times the weight; made odd,
     so that what is positive stays so."""
     return ((posting.to(tl.int64) * weight.to(tl.int64)) >> 32).to(tl.int32) | 1
-
-
-@triton.jit
-def _doc(chunk_docs, c, place, CHUNK: tl.constexpr, LISTED: tl.constexpr):
-    """The ids of the documents at these places of chunk c."""
-    if LISTED:
-        doc = tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
-    else:
-        doc = tl.load(chunk_docs + c) + place
-    return doc
 
 
 @triton.jit
@@ -83,165 +63,82 @@ def place_of_term(i, long, n, L):
     return tl.where(i < long, i, L - n + i)
 
 
-@triton.jit
-def _threshold_of(
-    score, c, place, chunk_docs, deleted, threshold, found, rank, CHUNK: tl.constexpr
-):
-    """The score of rank `rank` in a chunk of sampled documents is the threshold."""
-    doc = _doc(chunk_docs, c, place, CHUNK, True)
-    score = tl.where(tl.load(deleted + doc, mask=score > 0, other=0) != 0, 0, score)
-    # 12 steps: within 2^-12 of the largest score, which lets some in a hundred more through, for a third of the time
-    tl.store(threshold, tl.maximum(kth_largest(score, rank, 12), 1))
-    tl.store(found, 0)
-
-
 @relaunched
-@triton.jit(do_not_specialize=["first_chunk", "B", "L", "rank"])
-def shared_kernel(
-    postings, offsets, bases, chunk_docs, terms, weights, counts, long_counts,
-    threshold, found, candidates, deleted,
-    first_chunk, B, V1, L, capacity, rank,
-    CHUNK: tl.constexpr, RANKED: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
-    """One (chunk, query) a program, accumulators in shared memory: score the chunk, then append the documents that
-    reach the threshold, or make the threshold from the first RANKED of them. LISTED: a chunk of sampled documents,
-    named in `chunk_docs` [., CHUNK].
-
-    Queries run fastest, so that a chunk's postings are in L2 while all queries pass over them. Reads 4 bytes a posting
-    of the query's terms in the chunk and 8 bytes a term of offsets; writes 8 bytes a candidate.
-    """
-    acc = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-    c = first_chunk + tl.program_id(0) // B
-    q = (tl.program_id(0) % B).to(tl.int64)
-    tl.inline_asm_elementwise(_CLEAR, "=r,r", [acc], dtype=tl.int32, is_pure=False, pack=1)
-    n = tl.load(counts + q)
-    lists = (offsets + c.to(tl.int64) * V1).to(tl.int64)
-    chunk = (postings + tl.load(bases + c)).to(tl.int64)
-    my_terms = (terms + q * L).to(tl.int64)
-    my_weights = (weights + q * L).to(tl.int64)
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(
-        _ACCUMULATE, "=r,r,l,l,l,l,r,r,r",
-        [acc, lists, chunk, my_terms, my_weights, n, tl.load(long_counts + q), L - n],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    if RANKED:
-        place = tl.arange(0, RANKED)
-        score = tl.inline_asm_elementwise(
-            _LOAD, "=r,r", [acc + place * 4], dtype=tl.int32, is_pure=False, pack=1
-        )
-        _threshold_of(
-            score, c, place, chunk_docs, deleted, threshold + q, found + q * _APART, rank, CHUNK
-        )
-    else:
-        least = tl.load(threshold + q)
-        count = (found + q * _APART).to(tl.int64)
-        mine = (candidates + q * capacity).to(tl.int64)
-        gone = deleted.to(tl.int64)
-        if LISTED:
-            ids = (chunk_docs + c.to(tl.int64) * CHUNK).to(tl.int64)
-            tl.inline_asm_elementwise(
-                _APPEND_LISTED, "=r,r,r,l,l,r,l,l", [acc, least, count, mine, capacity, ids, gone],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        else:
-            first = tl.load(chunk_docs + c)
-            tl.inline_asm_elementwise(
-                _APPEND, "=r,r,r,l,l,r,r,l", [acc, least, count, mine, capacity, first, gone],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
-def _score_one(
-    acc, c, q,
-    postings, offsets, bases, chunk_docs, terms, weights, counts, long_counts,
-    threshold, found, candidates, deleted,
-    V1, L, capacity, rank,
-    CHUNK: tl.constexpr, LONG: tl.constexpr, LISTS: tl.constexpr, WIDTH: tl.constexpr,
-    READ: tl.constexpr, RANKED: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
-    """What `shared_kernel` does, in portable Triton."""
-    tl.store(acc + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
-    n = tl.load(counts + q)
-    long = tl.load(long_counts + q)
-    lists = offsets + c.to(tl.int64) * V1
-    chunk = postings + tl.load(bases + c)
-    my_terms = terms + q.to(tl.int64) * L
-    my_weights = weights + q.to(tl.int64) * L
-    tl.debug_barrier()
-    # Bounds are loaded anew in every iteration: a scalar that is carried over only to be the lower bound of an inner
-    # loop is dropped by Triton 3.6 and 3.7.
-    for j in range(0, long):
-        t = tl.load(my_terms + j)
-        w = tl.load(my_weights + j)
-        start = tl.load(lists + t)
-        length = tl.load(lists + t + 1) - start
-        for i in range(0, length, LONG):
-            at = i + tl.arange(0, LONG)
-            x = tl.load(chunk + start + at, mask=at < length, other=0)
-            place = acc + (x & _ID_MASK)
-            tl.atomic_add(place, _contribution(x, w), mask=at < length, sem="relaxed")
-    for j in range(long, n, LISTS):
-        which = L - n + j + tl.arange(0, LISTS)
-        some = which < L
-        t = tl.load(my_terms + which, mask=some, other=0)
-        w = tl.load(my_weights + which, mask=some, other=0)
-        start = tl.load(lists + t, mask=some, other=0)
-        length = tl.load(lists + t + 1, mask=some, other=0) - start
-        block = (chunk + start)[:, None] + tl.arange(0, WIDTH)[None, :]
-        for i in range(0, tl.max(length, axis=0), WIDTH):
-            here = i + tl.arange(0, WIDTH)[None, :] < length[:, None]
-            x = tl.load(block + i, mask=here, other=0)
-            place = acc + (x & _ID_MASK)
-            tl.atomic_add(place, _contribution(x, w[:, None]), mask=here, sem="relaxed")
-    tl.debug_barrier()
-    # .cg: the additions were made in L2, a line in L1 may be older
-    if RANKED:
-        place = tl.arange(0, RANKED)
-        score = tl.load(acc + place, cache_modifier=".cg")
-        _threshold_of(
-            score, c, place, chunk_docs, deleted, threshold + q, found + q * _APART, rank, CHUNK
-        )
-    else:
-        least = tl.load(threshold + q)
-        mine = candidates + q.to(tl.int64) * capacity
-        for i in range(0, CHUNK, READ):
-            place = i + tl.arange(0, READ)
-            score = tl.load(acc + place, cache_modifier=".cg")
-            if tl.max(score, axis=0) >= least:
-                reached = score >= least
-                doc = _doc(chunk_docs, c, place, CHUNK, LISTED)
-                gone = tl.load(deleted + doc, mask=reached, other=0)
-                reached = reached & (gone == 0)
-                count = found + q * _APART + tl.zeros([READ], tl.int32)
-                slot = tl.atomic_add(count, 1, mask=reached, sem="relaxed")
-                key = (score.to(tl.int64) << 32) | (doc ^ _DOC_MAX).to(tl.int64)
-                tl.store(mine + slot, key, mask=reached & (slot < capacity))
-
-
-@relaunched
-@triton.jit(do_not_specialize=["first_chunk", "B", "L", "rank", "work"])
+@triton.jit(do_not_specialize=["B", "L", "rank", "work"])
 def portable_kernel(
-    scratch, work,
-    postings, offsets, bases, chunk_docs, terms, weights, counts, long_counts,
-    threshold, found, candidates, deleted,
-    first_chunk, B, V1, L, capacity, rank,
+    scratch, work, postings, offsets, bases, chunk_docs, terms, weights, counts, long_counts,
+    threshold, found, candidates, deleted, B, V1, L, capacity, rank,
     CHUNK: tl.constexpr, LONG: tl.constexpr, LISTS: tl.constexpr, WIDTH: tl.constexpr,
     READ: tl.constexpr, RANKED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Accumulators in a row of `scratch` [programs, CHUNK]; programs stride over (chunk, query) pairs."""
+    """What `score_chunks` of accumulate.cu does, with accumulators in a row of `scratch` [programs, CHUNK]; programs
+    stride over (chunk, query) pairs."""
     me = tl.program_id(0)
     programs = tl.num_programs(0)
     acc = scratch + me.to(tl.int64) * CHUNK
     for turn in range(0, tl.cdiv(work - me, programs)):
-        item = me + turn * programs
-        _score_one(
-            acc, first_chunk + item // B, item % B,
-            postings, offsets, bases, chunk_docs, terms, weights, counts, long_counts,
-            threshold, found, candidates, deleted,
-            V1, L, capacity, rank,
-            CHUNK, LONG, LISTS, WIDTH, READ, RANKED, LISTED,
-        )  # fmt: skip
+        c = (me + turn * programs) // B
+        q = (me + turn * programs) % B
+        tl.store(acc + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
+        n = tl.load(counts + q)
+        long = tl.load(long_counts + q)
+        lists = offsets + c.to(tl.int64) * V1
+        chunk = postings + tl.load(bases + c)
+        my_terms = terms + q.to(tl.int64) * L
+        my_weights = weights + q.to(tl.int64) * L
+        tl.debug_barrier()
+        # Bounds are loaded anew in every iteration: a scalar that is carried over only to be the lower bound of an
+        # inner loop is dropped by Triton 3.6 and 3.7.
+        for j in range(0, long):
+            t = tl.load(my_terms + j)
+            w = tl.load(my_weights + j)
+            start = tl.load(lists + t)
+            length = tl.load(lists + t + 1) - start
+            for i in range(0, length, LONG):
+                at = i + tl.arange(0, LONG)
+                x = tl.load(chunk + start + at, mask=at < length, other=0)
+                place = acc + (x & _ID_MASK)
+                tl.atomic_add(place, _contribution(x, w), mask=at < length, sem="relaxed")
+        for j in range(long, n, LISTS):
+            which = L - n + j + tl.arange(0, LISTS)
+            some = which < L
+            t = tl.load(my_terms + which, mask=some, other=0)
+            w = tl.load(my_weights + which, mask=some, other=0)
+            start = tl.load(lists + t, mask=some, other=0)
+            length = tl.load(lists + t + 1, mask=some, other=0) - start
+            block = (chunk + start)[:, None] + tl.arange(0, WIDTH)[None, :]
+            for i in range(0, tl.max(length, axis=0), WIDTH):
+                here = i + tl.arange(0, WIDTH)[None, :] < length[:, None]
+                x = tl.load(block + i, mask=here, other=0)
+                place = acc + (x & _ID_MASK)
+                tl.atomic_add(place, _contribution(x, w[:, None]), mask=here, sem="relaxed")
+        tl.debug_barrier()
+        # .cg: the additions were made in L2, a line in L1 may be older
+        if RANKED:
+            place = tl.arange(0, RANKED)
+            score = tl.load(acc + place, cache_modifier=".cg")
+            doc = tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
+            score = tl.where(tl.load(deleted + doc, mask=score > 0, other=0) != 0, 0, score)
+            # 12 steps: within 2^-12 of the largest score, which lets some in a hundred more through, for a third of the
+            # time
+            tl.store(threshold + q, tl.maximum(kth_largest(score, rank, 12), 1))
+            tl.store(found + q * _APART, 0)
+        else:
+            least = tl.load(threshold + q)
+            mine = candidates + q.to(tl.int64) * capacity
+            for i in range(0, CHUNK, READ):
+                place = i + tl.arange(0, READ)
+                score = tl.load(acc + place, cache_modifier=".cg")
+                if tl.max(score, axis=0) >= least:
+                    reached = score >= least
+                    if LISTED:
+                        doc = tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
+                    else:
+                        doc = tl.load(chunk_docs + c) + place
+                    gone = tl.load(deleted + doc, mask=reached, other=0)
+                    reached = reached & (gone == 0)
+                    count = found + q * _APART + tl.zeros([READ], tl.int32)
+                    slot = tl.atomic_add(count, 1, mask=reached, sem="relaxed")
+                    key = (score.to(tl.int64) << 32) | (doc ^ _DOC_MAX).to(tl.int64)
+                    tl.store(mine + slot, key, mask=reached & (slot < capacity))
         tl.debug_barrier()

@@ -6,56 +6,25 @@ as (score, lower id first).
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import triton
 import triton.language as tl
 
+from ..common.cuda import CudaKernel
 from ..common.launch import relaunched
 from ..common.pdl import wait_for_previous
-from . import ptx
-from .accumulate import COUNTERS_APART
 from .sort import write_best
 
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
 _TICKETS = tl.constexpr(1 << 13)  # of a turn: one a part, and one a program that finds none left
-_APART = tl.constexpr(COUNTERS_APART)
 
-# In shared memory: bits of the terms a query has, by which most entries of a row are passed over (see
-# `sparse_scores.ptx.mark`), the places of the rows a block goes on with, 8 bytes each or, with scales, 16, and lists.
-FILTER_TERMS = 1023  # where a quarter of the bits is set, weights might as well be loaded at once
-FILTERED_UP_TO = 1 << 16  # terms of 16 bits
-_ROWS_BYTES = 8192
-_FILTER = tl.constexpr(ptx.FILTER_BYTES)
-_WARPS = 8
-_TURN = tl.constexpr(ptx.TURN)
-_LENGTH_AT = tl.constexpr(ptx.LENGTH_AT)
-_MOST_FILTERED = tl.constexpr(FILTER_TERMS)
-_SHARED = ptx.FILTER_BYTES + _ROWS_BYTES + ptx.PASSED_BYTES
-_DECLARE = tl.constexpr(
-    f"{{ .shared .align 128 .b8 sparse_scores_rows[{_SHARED}]; mov.u32 $0, sparse_scores_rows; }}"
-)
-_CLEAR = tl.constexpr(ptx.clear(ptx.FILTER_BYTES // 4, 32 * _WARPS))
-_MARK = tl.constexpr(ptx.mark())
-_ROWS = tl.constexpr(_ROWS_BYTES // 8)
-_ROWS_SCALED = tl.constexpr(_ROWS_BYTES // 16)
-_RESCORE = tl.constexpr(ptx.rescore("singles", _ROWS_BYTES // 8))
-_RESCORE_HALVES = tl.constexpr(ptx.rescore("halves", _ROWS_BYTES // 8))
-_RESCORE_BYTES = tl.constexpr(ptx.rescore("bytes", _ROWS_BYTES // 16))
-_RANK = tl.constexpr(ptx.rank())
-RANKED_UP_TO = ptx.RANKED  # keys
-_RANKED = tl.constexpr(RANKED_UP_TO)
-_ORDINAL = tl.constexpr(ptx.ordinal())
-_CLASSES = tl.constexpr(8)  # of lengths, 32 apart
-_COUNTERS = tl.constexpr(ptx.FILTER_BYTES + _ROWS_BYTES)  # of them, where lists come later
-_COUNT = tl.constexpr("ld.shared.u32 $0, [$1];")
-_CLEAR_COUNT = tl.constexpr("{ st.shared.u32 [$1], 0; mov.u32 $0, 0; }")
-# Not `tl.store`, for which threads would exchange through shared memory what they store.
-_KEEP = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.u32 [$1], $2; mov.u32 $0, 0; }"
-)
-_PLACE = tl.constexpr("{ st.shared.b64 [$1], $2; mov.u32 $0, 0; }")
-_SCALES = tl.constexpr("{ st.shared.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }")
-_BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
+# What rescore.cu knows of a query by a filter: terms of 16 bits.
+FILTERED_UP_TO = 1 << 16
+READ_ANYHOW = 128  # terms that it reads whether a row has them or not
+RANKED_UP_TO = 1024  # keys of a query that its block writes in order
+filtered_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "rescore", __name__)
 
 
 @triton.jit
@@ -95,104 +64,29 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
     return t, w
 
 
+@relaunched
 @triton.jit
-def _barrier():
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _set_filter(table, query_terms, count, long, L):
-    """Set the query's filter up in shared memory."""
-    tl.inline_asm_elementwise(_CLEAR, "=r,r", [table], dtype=tl.int32, is_pure=False, pack=1)
-    _barrier()
-    tl.inline_asm_elementwise(
-        _MARK, "=r,r,l,r,r,r", [table, query_terms.to(tl.int64), count, long, L - count],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _by_length(table, length, here):
-    """Where each of a block's rows is to go, so that a warp's rows end together: the longest first, in any order else.
-    Sets and clears counters behind two barriers."""
-    kind = _CLASSES - tl.minimum((length + 31) // 32, _CLASSES)
-    kind = tl.where(here, kind, _CLASSES + 1)
-    counters = table + _COUNTERS
-    ordinal = tl.inline_asm_elementwise(
-        _ORDINAL, "=r,r,r", [counters + kind * 0, kind], dtype=tl.int32, is_pure=False, pack=1
-    )
-    _barrier()
-    for c in tl.static_range(_CLASSES + 1):
-        count = tl.inline_asm_elementwise(
-            _COUNT, "=r,r", [counters + 4 * c], dtype=tl.int32, is_pure=False, pack=1
-        )
-        ordinal += tl.where(kind > c, count, 0)
-    return ordinal
-
-
-@triton.jit
-def _score_filtered(
-    table, query, query_terms, count, long, L, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-    BYTES: tl.constexpr, DEPTH: tl.constexpr, SET: tl.constexpr,
+def rescore_kernel(
+    query, offsets, terms, weights, scales, chunk_docs, chunks, members, kept, kept_counts, keys, progress, V,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr,
+    BITS: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The documents of every program_id(1)-th turn; the query by its filter, which may be SET already, and its row."""
-    ROWS: tl.constexpr = _ROWS_SCALED if BYTES else _ROWS
-    places = table + _FILTER
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
-    for first in range(0, tl.cdiv(n, _TURN * parts) * _TURN, ROWS):
-        r = first + tl.arange(0, ROWS)
-        i = (r // _TURN * parts + part) * _TURN + r % _TURN
-        here = i < n
-        doc = tl.load(kept + i, mask=here, other=0)
-        start = tl.load(offsets + doc, mask=here, other=0)
-        end = tl.load(offsets + doc + 1, mask=here, other=0)
-        if first == 0:
-            if not SET:  # while the first are looked up
-                _set_filter(table, query_terms, count, long, L)
-        else:
-            _barrier()  # the rows before are done with
-        tl.inline_asm_elementwise(
-            _CLEAR_COUNT, "=r,r", [table + _COUNTERS + 4 * tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-        _barrier()
-        place = _by_length(table, (end - start).to(tl.int32) + (start & 7).to(tl.int32), here)
-        s = first + place
-        at = places + place * 8
-        tl.inline_asm_elementwise(
-            _PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        if BYTES:
-            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH)
-            tl.inline_asm_elementwise(
-                _SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero], dtype=tl.int32, is_pure=False, pack=1
-            )  # fmt: skip
-        i = (s // _TURN * parts + part) * _TURN + s % _TURN
-        tl.inline_asm_elementwise(
-            _KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        _barrier()
-        HALF: tl.constexpr = weights.dtype.element_ty == tl.float16
-        CODE: tl.constexpr = _RESCORE_BYTES if BYTES else (_RESCORE_HALVES if HALF else _RESCORE)
-        tl.inline_asm_elementwise(
-            CODE, "=r,r,r,l,l,l,l,l,r,r,r",
-            [
-                table, places, terms.to(tl.int64), weights.to(tl.int64), kept.to(tl.int64), keys.to(tl.int64),
-                query.to(tl.int64), n, first * parts + part * _TURN, parts * _TURN,
-            ],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    """Exact scores of the kept documents of a query; programs (q, part), each of which takes every part-th lot of DOCS.
+    BITS: members [B, V / 32] says which terms a query has. LEFT: counts in progress[2] the queries whose best are left
+    to be written.
 
-
-@triton.jit
-def _score_kept(
-    query, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """DOCS documents at a time, every program_id(1)-th lot; the query by its bits and row, or its row."""
+    Reads the terms of the rows (2 bytes an entry) once a kept document, and weights where the query has the term;
+    writes 8 bytes each.
+    """
+    q = tl.program_id(0).to(tl.int64)
+    query += q * V
+    members += q * tl.cdiv(V, 32)
+    kept += q * ROOM
+    keys += q * ROOM
+    wait_for_previous(PDL)
+    n = tl.load(kept_counts + q)
+    if LEFT:
+        tl.atomic_add(progress + 2, 1, sem="relaxed")
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
@@ -205,11 +99,11 @@ def _score_kept(
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
             scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
-        # A row is one warp's, 32 entries at a time; STEPS times as many are under way at once.
+        # A row is one warp's, 32 entries at a time; three times as many are under way at once.
         # Entries are the first axis, which Triton lets lanes run along where it cannot tell which is better.
         acc = tl.zeros([32, DOCS], tl.float64)
-        for j in range(0, tl.max(length, axis=0), 32 * STEPS):
-            for u in tl.static_range(STEPS):
+        for j in range(0, tl.max(length, axis=0), 96):
+            for u in tl.static_range(3):
                 within = j + 32 * u + tl.arange(0, 32)[:, None]
                 some = within < length[None, :]
                 at = start[None, :] + within
@@ -224,75 +118,6 @@ def _score_kept(
                 acc += w.to(tl.float64) * x.to(tl.float64)
         score = tl.sum(acc, axis=0).to(tl.float32)
         tl.store(keys + i, _key(_ordered(score), doc), mask=here)
-
-
-@relaunched
-@triton.jit
-def rescore_kernel(
-    query, offsets, terms, weights, scales, chunk_docs, chunks,
-    query_terms, query_counts, long_counts, members, kept, kept_counts, keys, found, scores, ids, progress,
-    V, L, k,
-    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
-    DOCS: tl.constexpr, DEPTH: tl.constexpr, FILTERED: tl.constexpr, RANKED: tl.constexpr,
-    BITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Exact scores of the kept documents of a query; programs (q, part).
-
-    FILTERED: a filter in shared memory tells most of what is not in the query, where it has few enough terms. BITS:
-    members [B, V / 32] says which terms a query has. Reads the terms of the rows (2 bytes an
-    entry) once a kept document, and weights where the query has the term; writes 8 bytes each.
-    RANKED: the only part of a query writes the k best, too, where that is simple, and leaves a count of -1; where not,
-    it counts the query in progress[2].
-    """
-    q = tl.program_id(0).to(tl.int64)
-    row = query + q * V
-    members += q * tl.cdiv(V, 32)
-    kept += q * ROOM
-    keys += q * ROOM
-    if FILTERED:
-        count = tl.load(query_counts + q)
-        long = tl.load(long_counts + q)
-        query_terms += q * L
-        table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-        if PDL:  # noqa: SIM102, which the compiler knows
-            # Terms are `_prepare_kernel`'s, which had ended when `select_kernel`, the one in front, started.
-            if count <= _MOST_FILTERED:
-                _set_filter(table, query_terms, count, long, L)
-    wait_for_previous(PDL)
-    n = tl.load(kept_counts + q)
-    if RANKED:
-        simple = False
-        if FILTERED:
-            # Where documents may have come twice, there were fewer than k candidates.
-            simple = (n >= k) & (n <= _RANKED) & (tl.load(found + q * _APART) >= k)
-            simple = simple & (count <= _MOST_FILTERED)
-        if not simple:
-            tl.atomic_add(progress + 2, 1, sem="relaxed")
-    if FILTERED:
-        if count <= _MOST_FILTERED:
-            _score_filtered(
-                table, row, query_terms, count, long, L, offsets, terms, weights,
-                scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH, PDL,
-            )  # fmt: skip
-            if RANKED:  # noqa: SIM102, which the compiler knows
-                if simple:
-                    _barrier()
-                    tl.inline_asm_elementwise(
-                        _RANK, "=r,r,l,r,r,l,l",
-                        [table, keys.to(tl.int64), n, k, (scores + q * k).to(tl.int64), (ids + q * k).to(tl.int64)],
-                        dtype=tl.int32, is_pure=False, pack=1,
-                    )  # fmt: skip
-                    tl.store(kept_counts + q, -1)
-        else:
-            _score_kept(
-                row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-                BYTES, UNSIGNED16, DOCS, DEPTH, False, 3,
-            )  # fmt: skip
-    else:
-        _score_kept(
-            row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-            BYTES, UNSIGNED16, DOCS, DEPTH, BITS, 3,
-        )  # fmt: skip
 
 
 # --- All documents ----------------------------------------------------------------------------------------------------
@@ -515,7 +340,7 @@ def everything_kernel(
     for all. A part is a range of the documents, scored into `scores` [GROUP, N]; the k-th best score is found bit by
     bit, counts [32, GROUP]; documents above it, and of those equal to it the lowest, are written to keys, at places
     that follow from every part's part_counts [programs, 2].
-    SORTED: these answers, and all others that `rescore_kernel` has left, are written, too; progress[2] says how many.
+    SORTED: these answers, and all others that rescoring has left, are written, too; progress[2] says how many.
     """
     wait_for_previous(PDL)
     if SORTED:

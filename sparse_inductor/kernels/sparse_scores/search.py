@@ -15,6 +15,7 @@ The [B, N] scores never exist. Launches have shapes that depend on sizes alone, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -42,8 +43,14 @@ from .accumulate import (
     portable_kernel,
     shared_kernel,
 )
-from .ptx import READ_ANYHOW
-from .rescore import FILTERED_UP_TO, RANKED_UP_TO, everything_kernel, rescore_kernel
+from .rescore import (
+    FILTERED_UP_TO,
+    RANKED_UP_TO,
+    READ_ANYHOW,
+    everything_kernel,
+    filtered_kernel,
+    rescore_kernel,
+)
 from .select import select_kernel
 from .sort import sort_kernel
 
@@ -73,6 +80,8 @@ _READ = (2048, 8)
 _READ_ALONE = (8192, 32)
 # Postings in a chunk from which a list is walked on its own.
 _LONG_LIST = 192
+# Weights in C++; fp16 by its bits.
+_STORED = {torch.float32: "float", torch.float16: "unsigned short", torch.uint8: "unsigned char"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +407,8 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
 
 
 def _uses_shared(device: torch.device) -> bool:
-    """Whether the PTX kernel runs here: an NVIDIA GPU from Volta on, whose shared memory adds integers natively."""
+    """Whether the kernels in CUDA C++ run here: an NVIDIA GPU from Volta on, whose shared memory adds integers
+    natively."""
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= (7, 0)
 
 
@@ -520,18 +530,18 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         s.status, s.threshold, s.found, s.slots, s.progress, s.members, V, s.terms.shape[1],
         BLOCK=block, SORTED=not shared, BITS=not shared, num_warps=min(warps, max(1, block // 128)), maxnreg=64,
     )  # fmt: skip
-    run = _Launch(s, p, deleted, capacity, shared)
+    run = functools.partial(_score, s, p, deleted, capacity, shared)
     share = sampled(N)[1] / N
     rank = rank_in_sample(k * share, k)
-    run(p.sample, 0, 1, rank=rank, listed=True)
+    run(p.sample, 1, rank, listed=True)
     # The threshold lets through about rank / share: where that is too many, all sampled documents give a better one.
     if rank / share > 2.2 * k and p.sample.count > 1:
         better = rank_in_sample(k * share * p.sample.count, k)
-        run(p.sample, 0, p.sample.count, listed=True)
+        run(p.sample, p.sample.count, listed=True)
         _threshold_kernel[(B,)](
             s.candidates, s.found, s.threshold, capacity, better, BLOCK=capacity, num_warps=8
         )
-    run(p.chunks, 0, p.chunks.count)
+    run(p.chunks, p.chunks.count)
     starts = pdl_options(query) if proved else {"PDL": False}
     select_kernel[(B,)](
         s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts,
@@ -576,11 +586,18 @@ def _rescore(
         1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
     )
     ranked = _ranks(filtered, parts, k)
-    rescore_kernel[(B, parts)](
-        *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
-        scores, ids, s.progress, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered, RANKED=ranked, BITS=not shared,
-        num_warps=8, maxnreg=64, **kinds, **starts,
-    )  # fmt: skip
+    if filtered:
+        filtered_kernel.launch(
+            (B, parts), *rows, s.terms, s.counts, s.long_counts, s.kept, s.kept_counts, s.keys, s.found, scores, ids,
+            s.progress, V, s.terms.shape[1], k,
+            STORED=_STORED[p.weights.dtype], ROOM=room, APART=COUNTERS_APART, RANKED=ranked, PDL=starts["PDL"],
+            num_warps=8,
+        )  # fmt: skip
+    else:
+        rescore_kernel[(B, parts)](
+            *rows, s.members, s.kept, s.kept_counts, s.keys, s.progress, V, DOCS=16, BITS=not shared, LEFT=ranked,
+            num_warps=8, maxnreg=64, **kinds, **starts,
+        )  # fmt: skip
     group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
@@ -599,53 +616,34 @@ def _rescore(
 
 
 def _ranks(filtered: bool, parts: int, k: int) -> bool:
-    """Whether `rescore_kernel` writes the answers of most queries, and `everything_kernel` those of the others: where
+    """Whether `filtered_kernel` writes the answers of most queries, and `everything_kernel` those of the others: where
     the only part of a query has them all, and some documents more than k, as are mostly kept, are not too many."""
     return filtered and parts == 1 and k + 24 <= RANKED_UP_TO
 
 
-@dataclasses.dataclass(frozen=True)
-class _Launch:
-    """One pass of the scoring kernel over chunks."""
-
-    s: _Scratch
-    p: Packed
-    deleted: torch.Tensor
-    capacity: int
-    shared: bool
-
-    def __call__(
-        self, c: Chunks, first: int, last: int, rank: int = 0, listed: bool = False
-    ) -> None:
-        s = self.s
-        B, L = s.terms.shape
-        V1 = self.p.df.numel() + 1
-        args = (
-            c.post, c.offsets, c.bases, c.docs, s.terms, s.weights, s.counts, s.long_counts,
-            s.threshold, s.found, s.candidates, self.deleted,
-            first, B, V1, L, self.capacity, rank,
-        )  # fmt: skip
-        size = sampled(self.p.offsets.numel() - 1)[1]
-        ranked = triton.next_power_of_2(size) if rank else 0
-        flags: dict[str, Any] = {
-            "CHUNK": CHUNK_DOCS, "RANKED": ranked, "LISTED": listed, "num_warps": 8,
-        }  # fmt: skip
-        work = (last - first) * B
-        if self.shared:
-            # 40 registers: six blocks of 8 warps an SM, as many as 32 KiB of accumulators each allow
-            shared_kernel[(work,)](*args, **flags, maxnreg=64 if rank else 40)
-            return
-        programs = work
-        if self.deleted.is_cuda:
-            # 32 KiB each: 16 MiB of scratch, well within L2
-            programs = min(work, 4 * sm_count(self.deleted.device))
-        else:
-            programs = min(work, 4)
-        scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=self.deleted.device)
-        # 512: two postings a thread; 32 x 32 tiles keep the lanes of a warp on one short list
-        portable_kernel[(programs,)](
-            scratch, work, *args, **flags, LONG=512, LISTS=32, WIDTH=32, READ=min(2048, CHUNK_DOCS)
-        )
+def _score(
+    s: _Scratch, p: Packed, deleted, capacity: int, shared: bool,
+    c: Chunks, count: int, rank: int = 0, listed: bool = False,
+) -> None:  # fmt: skip
+    """One pass of the scoring kernel over the first chunks of c."""
+    B, L = s.terms.shape
+    args = (
+        c.post, c.offsets, c.bases, c.docs, s.terms, s.weights, s.counts, s.long_counts,
+        s.threshold, s.found, s.candidates, deleted, B, p.df.numel() + 1, L, capacity, rank,
+    )  # fmt: skip
+    ranked = triton.next_power_of_2(sampled(p.offsets.numel() - 1)[1]) if rank else 0
+    flags = {"CHUNK": CHUNK_DOCS, "RANKED": ranked, "LISTED": listed}
+    work = count * B
+    if shared:
+        shared_kernel.launch((work,), *args, **flags, APART=COUNTERS_APART, num_warps=8)
+        return
+    # 32 KiB each: 16 MiB of scratch, well within L2
+    programs = min(work, 4 * sm_count(deleted.device) if deleted.is_cuda else 4)
+    scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=deleted.device)
+    # 512: two postings a thread; 32 x 32 tiles keep the lanes of a warp on one short list
+    portable_kernel[(programs,)](
+        scratch, work, *args, **flags, LONG=512, LISTS=32, WIDTH=32, READ=min(2048, CHUNK_DOCS), num_warps=8
+    )  # fmt: skip
 
 
 def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:

@@ -127,7 +127,7 @@ def write_best(
     SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """The k largest keys of query q in order; NaN and -1 where it is not finite, nothing where its count is -1: then
-    `rescore_kernel` has written them.
+    `filtered_kernel` has written them.
 
     Most often hardly more than k keys are kept: SMALL of them take half the time. counters, begins [B, ROOM] int32 and
     moved [B, ROOM] int64 are scratch.

@@ -1,0 +1,116 @@
+"""Kernels in CUDA C++, for what Triton's blocks have no words for: compiled by NVRTC, launched as Triton's own are."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compat.triton import cached, compiled_kernel
+from .launch import launch
+
+HEADER = Path(__file__).with_name("device.cuh")
+
+
+class CudaKernel:
+    """The kernel `name` of a source file: arguments are tensors, None, or integers of 32 bits, and the constants are
+    macros of the source. Among these, PDL says that the kernel starts before the one in front has ended.
+
+    Behind its parameters it has two pointers more, as kernels have that Triton compiles.
+    """
+
+    def __init__(self, source: Path, name: str, module: str) -> None:
+        self.source, self.__name__, self.__module__ = source, name, module
+        self.fn = self  # by which `layers` names what fails
+        self._compiled: dict[Hashable, Any] = {}
+
+    def launch(self, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+        """Launch it on the device of args."""
+        launch(self, grid, args, constants, num_warps)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*args: Any, num_warps: int, **constants: Any) -> Any:
+            compiled = self.warmup(*args, grid=grid, num_warps=num_warps, **constants)
+            compiled[(*grid, 1, 1)[:3]](*args, *constants.values())
+            return compiled
+
+        return run
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int, **constants: Any) -> Any:
+        """The compiled kernel, which is not loaded; what stands for a tensor will do."""
+        kinds = ("i32" if isinstance(a, int) else "*i8" for a in args)
+        signature = (*kinds, *["constexpr"] * len(constants))
+        device = torch.cuda.current_device()
+        key = (device, signature, num_warps, *constants.items())
+        if key not in self._compiled:
+            major, minor = torch.cuda.get_device_capability(device)
+            arch = 10 * major + minor
+            cubin = compile(self.source, arch, constants)
+            options = {"num_warps": num_warps, "launch_pdl": constants.get("PDL", False)}
+            self._compiled[key] = compiled_kernel(cubin, self.__name__, arch, signature, options)
+        return self._compiled[key]
+
+
+def macros(constants: Mapping[str, Any]) -> list[str]:
+    """Constants as a compiler's options."""
+    return [
+        f"-D{name}={value if isinstance(value, str) else int(value)}"
+        for name, value in constants.items()
+    ]
+
+
+def compile(source: Path, arch: int, constants: Mapping[str, Any]) -> bytes:
+    """A source file as code for GPUs of a compute capability, which is compiled once and kept on disk.
+
+    Raises OSError without NVRTC, and RuntimeError with what it says where it fails.
+    """
+    text = source.read_text()
+    options = [
+        f"--gpu-architecture=sm_{arch}",
+        "--std=c++17",
+        f"-I{HEADER.parent}",
+        *macros(constants),
+    ]
+    what = (torch.version.cuda, text, HEADER.read_text(), *options)
+    key = hashlib.sha256("\0".join(map(str, what)).encode()).hexdigest()
+    return cached(key, f"{source.stem}.cubin", lambda: _compiled(text, source.name, options))
+
+
+def _compiled(text: str, name: str, options: list[str]) -> bytes:
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+
+    def output(what: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+        return buffer.raw
+
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+    try:
+        given = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            raise RuntimeError(f"NVRTC: {output('ProgramLog').decode()}")
+        return output("CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC, which every build of torch for CUDA brings."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        packages = importlib.util.find_spec("nvidia")
+        for folder in (packages and packages.submodule_search_locations) or ():
+            for path in Path(folder).glob(f"*/lib/{name}"):
+                return ctypes.CDLL(str(path))
+        raise

@@ -1,0 +1,162 @@
+// Integer scores of a chunk of documents for one query, added up in shared memory: see accumulate.py.
+//
+// Constants: CHUNK, documents; APART, words from one query's count of candidates to the next; LISTED, whether a chunk
+// is one of sampled documents, named in chunk_docs [., CHUNK]; RANKED, 0 or how many of them the threshold is made of.
+
+#include "device.cuh"
+
+constexpr u32 WARPS = 8, THREADS = 32 * WARPS;  // 16 warps were slower
+// Postings that a warp takes at a time: 8 a lane, all under way at once. Lists of more are shared out among the warps.
+constexpr u32 PIECE = 256;
+
+alignas(16) __shared__ int scores[CHUNK + 32];  // and a word a lane that nobody reads
+
+// Adds N groups of 32 postings; SOME: what there is of them, `left` from this lane's first on.
+template <int N, bool SOME>
+__device__ void add(const int* postings, int left, int weight) {
+    int x[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = load_once(postings + 32 * i, !SOME || left > 32 * i);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        // A lane without a posting adds, too, where nobody reads: a branch around it would cost the whole warp more.
+        u32 place = !SOME || left > 32 * i ? x[i] & CHUNK - 1 : CHUNK + lane_id();
+        asm("" : "+r"(place));  // or the compiler shifts before it masks, an instruction more
+        // The high half of the whole posting, the document's place being too small to matter, times the weight; made
+        // odd, so that what is positive stays so.
+        atomicAdd(&scores[place], __mulhi(x[i], weight) | 1);
+    }
+}
+
+// Adds the contributions of a query's n terms, of which the first `longs` stand at the beginning of their rows and the
+// rest `gap` places further on.
+//
+// A lane looks up one list (32 in turn), and the warps take the lists' pieces one after the other: piece x belongs to
+// the first lane whose running count of pieces is larger. All warps know all lists, so none waits for another.
+__device__ void accumulate(const int* offsets, const int* postings, const int* terms, const int* weights, u32 n,
+                           u32 longs, u32 gap) {
+    u32 x = threadIdx.x / 32;
+    for (u32 base = 0; base < n; base += 32) {
+        u32 i = base + lane_id(), start = 0, length = 0;
+        int weight = 0;
+        if (i < n) {
+            if (i >= longs) i += gap;
+            const int* list = offsets + terms[i];
+            weight = weights[i];
+            start = list[0];
+            length = list[1] - start;
+        }
+        const u32 own = (length + PIECE - 1) / PIECE, count = scan(own), all = __shfl_sync(ALL, count, 31);
+        for (; x < all; x += WARPS) {
+            const int lane = __ffs(__ballot_sync(ALL, count > x)) - 1;
+            const u32 skip = (x - __shfl_sync(ALL, count - own, lane)) * PIECE;
+            const u32 there = __shfl_sync(ALL, length, lane) - skip;
+            const int* at = postings + (__shfl_sync(ALL, start, lane) + skip + lane_id());
+            const int left = there - lane_id(), w = __shfl_sync(ALL, weight, lane);
+            if (there >= PIECE) {
+                add<8, false>(at, left, w);
+            } else if (there > 128) {
+                add<8, true>(at, left, w);
+            } else if (there > 64) {
+                add<4, true>(at, left, w);
+            } else {
+                add<2, true>(at, left, w);
+            }
+        }
+        x -= all;
+    }
+}
+
+// Appends the documents that reach the threshold, and are not deleted, to the query's candidates: (score, lower id
+// first) as one number.
+//
+// A thread marks its documents in the bits of a word first, and a warp takes places for all of them at once: to wait
+// for a place each took as long as all the rest where a hundred documents of a chunk reach the threshold.
+template <typename Doc>
+__device__ void append(int threshold, int* found, i64* candidates, u32 capacity, const bool* deleted, Doc doc) {
+    static_assert(CHUNK / THREADS <= 32, "a thread's documents are the bits of one word");
+    u32 hits = 0;
+#pragma unroll
+    for (u32 i = 0; i < CHUNK / THREADS; i += 4) {
+        const int4 x = *reinterpret_cast<const int4*>(&scores[i * THREADS + 4 * threadIdx.x]);
+        if (max(max(x.x, x.y), max(x.z, x.w)) >= threshold) {
+            const bool four[] = {x.x >= threshold, x.y >= threshold, x.z >= threshold, x.w >= threshold};
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) hits |= u32(four[j]) << i + j;
+        }
+    }
+    const auto place = [](u32 bit) { return bit / 4 * 4 * THREADS + 4 * threadIdx.x + bit % 4; };
+    for (u32 rest = hits; rest;) {
+        const u32 bit = highest(rest);
+        rest ^= 1u << bit;
+        if (deleted[doc(place(bit))]) hits ^= 1u << bit;
+    }
+    const u32 own = __popc(hits), count = scan(own), all = __shfl_sync(ALL, count, 31);
+    if (!all) return;
+    u32 slot = lane_id() == 31 ? atomicAdd(found, all) : 0;
+    slot = __shfl_sync(ALL, slot, 31) + count - own;
+    for (; hits; slot++) {
+        const u32 bit = highest(hits), at = place(bit);
+        hits ^= 1u << bit;
+        const i64 key = i64(scores[at]) << 32 | (doc(at) ^ 0x7fffffff);
+        if (slot < capacity) candidates[slot] = key;
+    }
+}
+
+// The score of rank `rank` among the first RANKED documents, or a little less: see `kth_largest`. Negative ones count
+// for nothing.
+__device__ int ranked(int rank, const bool* deleted, const int* docs) {
+    __shared__ int largest, reached[12];  // steps: within 2^-12 of the largest, in a third of the time of all
+    constexpr int EACH = RANKED / THREADS;
+    int x[EACH + 1], most = 0;
+    if (threadIdx.x < 12) reached[threadIdx.x] = 0;
+    if (threadIdx.x == 12) largest = 0;
+    for (int i = 0; i < EACH; i++) {
+        const u32 place = i * THREADS + threadIdx.x;
+        x[i] = scores[place];
+        if (x[i] > 0 && deleted[docs[place]]) x[i] = 0;
+        most = max(most, x[i]);
+    }
+    most = across(most, [](int a, int b) { return max(a, b); });
+    __syncthreads();
+    if (lane_id() == 0) atomicMax(&largest, most);
+    __syncthreads();
+    int width = largest + 1, found = 0;
+    for (int& count : reached) {
+        width = width + 1 >> 1;
+        int own = 0;
+        for (int i = 0; i < EACH; i++) own += x[i] >= found + width;
+        own = across(own, [](int a, int b) { return a + b; });
+        if (lane_id() == 0) atomicAdd(&count, own);
+        __syncthreads();
+        if (count >= rank) found += width;
+    }
+    return max(found, 1);
+}
+
+// A block a (chunk, query): scores the chunk, then appends what reaches the query's threshold, or makes that.
+//
+// Queries run fastest, so that a chunk's postings are in L2 while all queries pass over them. Reads 4 bytes a posting
+// of the query's terms in the chunk and 8 bytes a term of offsets; writes 8 bytes a candidate. Six blocks of 40
+// registers a thread on an SM, as many as 32 KiB of scores each allow.
+extern "C" __global__ void __launch_bounds__(THREADS, RANKED ? 4 : 6)
+    score_chunks(const int* postings, const int* offsets, const i64* bases, const int* chunk_docs, const int* terms,
+                 const int* weights, const int* counts, const int* long_counts, int* threshold, int* found,
+                 i64* candidates, const bool* deleted, u32 B, u32 V1, u32 L, u32 capacity, int rank,
+                 void*, void*) {
+    const u64 c = blockIdx.x / B, q = blockIdx.x % B;
+#pragma unroll
+    for (u32 i = 0; i < CHUNK; i += 4 * THREADS) *reinterpret_cast<int4*>(&scores[i + 4 * threadIdx.x]) = {};
+    __syncthreads();
+    const u32 n = counts[q];
+    accumulate(offsets + c * V1, postings + bases[c], terms + q * L, weights + q * L, n, long_counts[q], L - n);
+    __syncthreads();
+    const int* docs = chunk_docs + c * (LISTED ? CHUNK : 1);
+    if constexpr (RANKED) {
+        threshold[q] = ranked(rank, deleted, docs);
+        found[q * APART] = 0;
+    } else {
+        append(threshold[q], found + q * APART, candidates + q * capacity, capacity, deleted,
+               [=](u32 place) { return LISTED ? docs[place] : docs[0] + int(place); });
+    }
+}

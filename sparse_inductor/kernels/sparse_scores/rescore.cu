@@ -1,0 +1,455 @@
+// Exact scores of the documents that are kept of a query, from their rows: see rescore.py.
+//
+// Constants: STORED, the type of weights: float, unsigned short (fp16) or unsigned char, of which each chunk of
+// documents has a scale and a zero; ROOM, documents of a query at most; APART, words from one query's count of
+// candidates to the next; RANKED, whether a query's only block writes the k best, too; PDL.
+
+#include "device.cuh"
+
+constexpr u32 WARPS = 8, THREADS = 32 * WARPS;
+constexpr bool SCALED = sizeof(STORED) == 1;
+// Rows that a block looks up at once, and those it goes on with in a turn: a row is four lanes', eight rows a warp's.
+constexpr u32 ROWS = SCALED ? 512 : 1024, TURN = 8 * WARPS;
+// Where the length of a row stands in the 64 bits that say where it is.
+constexpr u32 LENGTH_AT = 40;
+// Terms of a row from one round to the next, eight a lane. Nearly all rows of 127 terms or so have no more than four
+// rounds, which are read whether the row has them or not (READ_ANYHOW of rescore.py), and are longer than three.
+constexpr int ROUND = 32, ROUNDS = 8, ANYHOW = 4, SURE = 3, LONG = ROUNDS * ROUND;
+// Terms of up to 32 rows of a warp that passed the filter; for scaled weights the row's number stands above the
+// entry's.
+constexpr u32 PASSED = 96, ROW_AT = 44;
+constexpr u32 FILTER_TERMS = 1023;  // where a quarter of the bits is set, weights might as well be loaded at once
+constexpr u32 CLASSES = 8;  // of lengths, 32 apart
+constexpr u32 MOST = 1024;  // keys that a block ranks, in as many buckets
+constexpr u32 EACH = MOST / THREADS;
+
+alignas(128) __shared__ union {
+    struct {
+        // A line of 32 banks for each low byte of a term, by which common terms, whose numbers are near each other in
+        // some vocabularies, are told apart: a bit for each value of five bits above, 32 times. Lines of which each
+        // begins in the middle of the one before take half the room and let twice as much through that a query has not:
+        // 252 us a batch of 500 at 100 000 documents (H200) against 247.
+        u32 filter[256][32];
+        union {
+            u64 rows[1024];
+            struct {
+                u64 with_scales[512];
+                float2 scales[512];
+            };
+        };
+        union {
+            u64 passed[WARPS][PASSED];
+            u32 classes[32];
+        };
+    };
+    struct {
+        u32 counts[MOST], begins[MOST];
+        i64 moved[MOST];
+        u32 sums[WARPS];
+        int highest, lowest;
+    } ranks;
+} room;
+
+// What a warp goes on with.
+struct Collection {
+    const unsigned short* terms;
+    const STORED* weights;
+    const float* query;
+    const int* kept;
+    i64* keys;
+    u32 n;  // documents
+};
+
+// A weight by its bits.
+__device__ float value_of(u32 bits, float2 scale) {
+    if constexpr (SCALED) return (float(bits) - scale.y) * scale.x;
+    return sizeof(STORED) == 4 ? __uint_as_float(bits) : to_float<false>(bits);
+}
+
+// Sorts as the score, -0 as 0, and then the lower document first.
+__device__ i64 key_of(double score, u32 doc) {
+    int bits = __float_as_int(float(score) + 0.0f);
+    if (bits < 0) bits ^= 0x7fffffff;
+    return i64(u64(bits) << 32 | u32(~doc));
+}
+
+// Sets the filter up for a query's terms, of which the first `longs` stand at the beginning of their row and the rest
+// `gap` places further on.
+__device__ void set_filter(const int* terms, u32 count, u32 longs, u32 gap) {
+#pragma unroll
+    for (u32 i = 0; i < sizeof room.filter / sizeof(uint4); i += THREADS)
+        reinterpret_cast<uint4*>(room.filter)[i + threadIdx.x] = {};
+    __syncthreads();
+    for (u32 base = threadIdx.x / 32; base < count; base += THREADS) {
+        const u32 i = base + WARPS * lane_id();
+        const u32 mine = i < count ? terms[i < longs ? i : i + gap] : 0;
+        for (u32 left = __ballot_sync(ALL, i < count); left;) {
+            const u32 lane = highest(left), t = __shfl_sync(ALL, mine, lane);
+            left ^= 1u << lane;
+            atomicOr(&room.filter[t % 256][lane_id()], 1u << t / 256 % 32);
+        }
+    }
+}
+
+// The filter's answers about eight terms, into the upper bits of `answers`, which move down.
+//
+// A product of bytes makes an address of one of them, or takes it out: in another pipe than what shifts.
+__device__ void ask(const uint4& terms, u32& answers) {
+    const u32 bank = shared_address(&room.filter[0][lane_id()]);
+    const u32 words[] = {terms.x, terms.y, terms.z, terms.w};
+#pragma unroll
+    for (u32 two : words) {
+#pragma unroll
+        for (u32 low = 0; low < 32; low += 16) {
+            const u32 x = load_shared(__dp4a(two, 128u << low, bank));
+            answers = __funnelshift_r(answers, __funnelshift_r(x, x, __dp4a(two, 256u << low, 0u)), 1);
+        }
+    }
+}
+
+// The bits of a word that stand for terms of a row, of which `left` are left: rounds `first`, `first` + 2, ...
+__device__ u32 valid(int left, int first) {
+    const int whole = (left + 2 * ROUND - 8 - ROUND * first) >> 6;
+    const int bits = 8 * whole + max(left - 2 * ROUND * whole - ROUND * first, 0);
+    return ~__funnelshift_lc(0u, ALL, bits);
+}
+
+// The entry that the highest of the bits stands for, which they lose: in a word of every second round. Anything without
+// bits.
+__device__ u32 take(u32& bits) {
+    const u32 bit = highest(bits);
+    bits &= ~(1u << bit % 32);
+    return bit + bit / 8 * (2 * ROUND - 8);
+}
+
+// Adds up the entries that up to four bits of either word stand for, all of which are under way at once.
+__device__ void add(const Collection& c, float2 scale, u64 entry, u32& even, u32& odd, double& sum) {
+    u32 terms[8], bits[8];
+    float weights[8];
+    bool some[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        u32& from = j % 2 ? odd : even;
+        some[j] = from;
+        terms[j] = bits[j] = 0;
+        const u64 at = entry + (j % 2 ? ROUND : 0) + take(from);
+        if (!some[j]) continue;
+        terms[j] = c.terms[at];
+        if constexpr (sizeof(STORED) == 4) bits[j] = __float_as_uint(c.weights[at]);
+        else bits[j] = c.weights[at];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) weights[j] = some[j] ? c.query[terms[j]] : 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum = fma(double(value_of(bits[j], scale)), double(weights[j]), sum);
+}
+
+// The scores of rows that do not fit into the list, added up on the spot; a row's first 256 entries were asked about.
+__device__ double sum_of(const Collection& c, float2 scale, u64 entry, int left, u32 even, u32 odd) {
+    double sum = 0;
+    for (u64 next = entry + LONG;; next += 2 * ROUND) {
+        while (__any_sync(ALL, even | odd)) add(c, scale, entry, even, odd, sum);
+        left -= next - entry;
+        if (!__any_sync(ALL, left > 0)) break;
+        entry = next;
+        const uint4* at = reinterpret_cast<const uint4*>(c.terms + entry);
+        ask(left > 0 ? load_now(at) : uint4{}, even);
+        ask(left > ROUND ? load_now(at + ROUND / 8) : uint4{}, odd);
+        even = even >> 24 & valid(max(left, 0), 0);
+        odd = odd >> 24 & valid(max(left, 0), 1);
+    }
+    return across(sum, [](double a, double b) { return a + b; }, 4);
+}
+
+// Entries of a warp's rows that passed the filter, in order, of up to four turns; then their products.
+struct List {
+    const Collection& c;
+    u64* const entries;
+    const u32 step;  // documents from one turn to the next
+    u32 first;       // document of the first turn
+    u32 used = 0, turns;
+    u32 begins = ALL;  // where there this lane's row does, its length above; ALL where that is none of these turns'
+
+    // Multiplies weights by the query's, 0 where the filter was wrong. Returns the document of this lane's row, or -1.
+    __device__ int multiply() {
+        __syncwarp();
+        const u32 i = document();
+        const int doc = lane_id() / 8 < turns && i < c.n && begins != ALL ? c.kept[i] : -1;
+        u32 term[PASSED / 32], bits[PASSED / 32];
+        float2 scale[PASSED / 32];
+#pragma unroll
+        for (u32 u = 0; u < PASSED / 32; u++) {
+            const bool there = lane_id() + 32 * u < used;
+            u64 at = there ? entries[lane_id() + 32 * u] : 0;
+            if constexpr (SCALED) {
+                scale[u] = room.scales[at >> ROW_AT];
+                at &= (1ull << ROW_AT) - 1;
+            }
+            term[u] = there ? c.terms[at] : 0;
+            bits[u] = load_once(c.weights + at, there);
+        }
+#pragma unroll
+        for (u32 u = 0; u < PASSED / 32; u++)
+            term[u] = lane_id() + 32 * u < used ? __float_as_uint(c.query[term[u]]) : 0;
+#pragma unroll
+        for (u32 u = 0; u < PASSED / 32; u++) {
+            const double product = double(value_of(bits[u], scale[u])) * double(__uint_as_float(term[u]));
+            if (lane_id() + 32 * u < used) entries[lane_id() + 32 * u] = __double_as_longlong(product);
+        }
+        return doc;
+    }
+
+    // Adds the products up, a lane a row, which empties the list.
+    __device__ void add_up(int doc, u32 next) {
+        __syncwarp();
+        const u64* product = entries + begins % 65536;
+        double sum = 0;
+        for (int left = doc < 0 ? 0 : begins >> 16; __any_sync(ALL, left > 0); left -= 4, product += 4) {
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                if (left > n) sum += __longlong_as_double(product[n]);
+        }
+        if (doc >= 0) c.keys[document()] = key_of(sum, doc);
+        __syncwarp();
+        used = turns = 0;
+        first = next;
+    }
+
+    __device__ u32 document() const { return first + lane_id() / 8 * step + lane_id() % 8; }
+};
+
+// Keys by scores that are fp64 sums over rows.
+//
+// Few of a row's terms are the query's. A lane asks the filter about eight terms at a time, in a bank of its own, and
+// keeps the answers as bits. What passes goes into a list of the warp's, in order; once that is full, or 32 rows have
+// been read, the lanes share it out, load weights and the query's weights, and put the products in its place; then a
+// lane adds up a row. Rows whose terms do not fit are added up on the spot. The next rows are under way meanwhile. A
+// warp's first list is of fewer rows than the one's before, so that they do not all wait at the same time.
+//
+// i: which document the first of room.rows is; step: how many further the row is that comes TURN later.
+__device__ void score_rows(const Collection& c, u32 i, u32 step) {
+    const u32 lane = lane_id(), warp = threadIdx.x / 32, eight = 8 * (lane % 4);
+    u32 row = threadIdx.x / 4;
+    i += 8 * warp;
+    if (i >= c.n) return;
+    List list{c, room.passed[warp], step, i - warp % 4 * step, 0, warp % 4};
+    uint4 terms[ROUNDS];
+    u64 following;
+    u32 from_first;
+    int coming;
+    const auto fetch = [&] {
+        const u64 where = room.rows[row];
+        const u32 before = where % 8;
+        coming = int(where >> LENGTH_AT) + before - eight;
+        from_first = eight ? ALL : ALL << before;
+        following = (where & (1ull << LENGTH_AT) - 8) + eight;
+        const uint4* at = reinterpret_cast<const uint4*>(c.terms + following);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++) {
+            terms[r] = {};
+            if (r < ANYHOW || coming > ROUND * r) terms[r] = load_now(at + r * ROUND / 8);
+        }
+    };
+
+    for (fetch();;) {
+        // Rounds take turns between two words of answers, so that both have about as many.
+        u32 even = 0, odd = 0;
+        const int left = coming;
+        u64 entry = following;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++) {
+            if (r >= SURE && !__any_sync(ALL, left > ROUND * r)) {
+                even >>= 32 - 8 * ((r + 1) / 2);
+                odd >>= 32 - 8 * (r / 2);
+                break;
+            }
+            ask(terms[r], r % 2 ? odd : even);
+        }
+        even &= valid(left, 0) & from_first;
+        odd &= valid(left, 1);
+        const u32 own = __popc(even) + __popc(odd), count = scan(own), total = __shfl_sync(ALL, count, 31);
+        u32 slot = count - own;
+        const auto note = [&] {
+            u64* at = &list.entries[slot];
+            for (u32* bits : {&even, &odd}) {
+                do {
+                    const bool some = *bits;
+                    const u64 passed = entry + take(*bits);
+                    if (some) *at++ = passed;
+                } while (__any_sync(ALL, *bits));
+                entry += ROUND;
+            }
+        };
+        if (__any_sync(ALL, left > LONG) || total > PASSED) {
+            const double sum = sum_of(c, SCALED ? room.scales[row] : float2{}, entry, left, even, odd);
+            const u32 mine = i + lane / 4;
+            if (mine < c.n && !eight) c.keys[mine] = key_of(sum, c.kept[mine]);
+            if (lane / 8 == list.turns) list.begins = ALL;
+            even = odd = 0;
+        } else {
+            if (list.used + total > PASSED) list.add_up(list.multiply(), i);
+            slot += list.used;
+            const u32 low = __shfl_sync(ALL, slot, lane % 8 * 4), high = __shfl_sync(ALL, slot + own, lane % 8 * 4 + 3);
+            if (lane / 8 == list.turns) list.begins = high - low << 16 | low;
+            list.used += total;
+            if constexpr (SCALED) entry |= u64(row) << ROW_AT;
+        }
+        row += TURN;
+        i += step;
+        list.turns++;
+        const bool more = i < c.n && row < ROWS;
+        if (more && list.turns < 4) {
+            fetch();
+            note();
+            continue;
+        }
+        note();
+        const int doc = list.multiply();
+        if (!more) return list.add_up(doc, i);
+        fetch();
+        list.add_up(doc, i);
+    }
+}
+
+// The scale and the zero of a document: of the last chunk that begins at or before it.
+__device__ float2 scale_of(int doc, const float2* scales, const int* chunk_docs, u32 chunks) {
+    u32 low = 0;
+    for (u32 high = chunks; high - low > 1;) {
+        const u32 middle = (low + high) / 2;
+        (chunk_docs[middle] <= doc ? low : high) = middle;
+    }
+    return scales[low];
+}
+
+// Writes the scores and ids that the keys stand for, each at its rank, if that is one of the k best: buckets of equal
+// width, and a count of the larger ones in its own. `_write_ranked` does it in global memory.
+__device__ void rank(const i64* keys, u32 n, u32 k, float* scores, i64* ids) {
+    auto& [counts, begins, moved, sums, most, least] = room.ranks;
+    i64 key[EACH];
+    u32 place[EACH];
+    constexpr int NONE = 1 << 31, ANY = ~NONE;  // the least and the largest there is
+    int high = NONE, low = ANY;
+    __syncthreads();
+    if (threadIdx.x == 0) most = NONE, least = ANY;
+    for (u32 u = 0; u < EACH; u++) {
+        const u32 at = u * THREADS + threadIdx.x;
+        counts[at] = 0;
+        if (at >= n) continue;
+        key[u] = keys[at];
+        high = max(high, int(key[u] >> 32));
+        low = min(low, int(key[u] >> 32));
+    }
+    high = across(high, [](int a, int b) { return max(a, b); });
+    low = across(low, [](int a, int b) { return min(a, b); });
+    __syncthreads();
+    if (lane_id() == 0) atomicMax(&most, high), atomicMin(&least, low);
+    __syncthreads();
+    const u32 top = most, bits = 32 - __clz(top - u32(least)), shift = bits > 10 ? bits - 10 : 0;
+    const auto bucket = [=](i64 key) { return (top - u32(key >> 32)) >> shift; };
+    for (u32 u = 0; u < EACH; u++)
+        if (u * THREADS + threadIdx.x < n) place[u] = atomicAdd(&counts[bucket(key[u])], 1u);
+    __syncthreads();
+    u32 own[EACH], all = 0;
+    for (u32 u = 0; u < EACH; u++) all += own[u] = counts[EACH * threadIdx.x + u];
+    u32 before = scan(all);
+    if (lane_id() == 31) sums[threadIdx.x / 32] = before;
+    __syncthreads();
+    before -= all;
+    for (u32 warp = 0; warp < threadIdx.x / 32; warp++) before += sums[warp];
+    for (u32 u = 0; u < EACH; before += own[u++]) begins[EACH * threadIdx.x + u] = before;
+    __syncthreads();
+    for (u32 u = 0; u < EACH; u++)
+        if (u * THREADS + threadIdx.x < n) moved[begins[bucket(key[u])] + place[u]] = key[u];
+    __syncthreads();
+    // Bucket by bucket from here on, so that neighbours write the same lines.
+    for (u32 at = threadIdx.x; at < n; at += THREADS) {
+        const i64 mine = moved[at];
+        const u32 b = bucket(mine), begin = begins[b];
+        u32 rank = begin;
+        for (u32 j = 0; j < counts[b]; j++) rank += moved[begin + j] > mine;
+        if (rank >= k) continue;
+        const int bits = mine >> 32;
+        scores[rank] = __int_as_float(bits < 0 ? bits ^ 0x7fffffff : bits);
+        ids[rank] = u32(~mine);
+    }
+}
+
+// Exact scores of the kept documents of a query; blocks (q, part). The filter tells most of what is not in the query,
+// where it has few enough terms. Reads the terms of the rows (2 bytes an entry) once a kept document, and weights where
+// the query has the term; writes 8 bytes each.
+//
+// RANKED: the only block of a query writes the k best, too, where that is simple, and leaves a count of -1; where not,
+// it counts the query in progress[2].
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    rescore(const float* query, const i64* offsets, const unsigned short* terms, const STORED* weights,
+            const float2* scales, const int* chunk_docs, u32 chunks, const int* query_terms, const int* query_counts,
+            const int* long_counts, int* kept, int* kept_counts, i64* keys, const int* found, float* scores, i64* ids,
+            int* progress, u32 V, u32 L, u32 k, void*, void*) {
+    const u64 q = blockIdx.x;
+    const u32 part = blockIdx.y, parts = gridDim.y, count = query_counts[q], longs = long_counts[q];
+    const bool filtered = count <= FILTER_TERMS;
+    query_terms += q * L;
+    // Terms are `_prepare_kernel`'s, which had ended when `select_kernel`, the one in front, started.
+    if (PDL && filtered) set_filter(query_terms, count, longs, L - count);
+    wait_for_previous();
+    const u32 n = kept_counts[q];
+    // Where documents may have come twice, there were fewer than k candidates.
+    const bool simple = RANKED && filtered && n >= k && n <= MOST && u32(found[q * APART]) >= k;
+    if (RANKED && !simple && threadIdx.x == 0) atomicAdd(&progress[2], 1);
+    kept += q * ROOM;
+    keys += q * ROOM;
+    const Collection c = {terms, weights, query + q * V, kept, keys, n};
+
+    if (!filtered) {  // a warp a document
+        for (u32 i = part * WARPS + threadIdx.x / 32; i < n; i += parts * WARPS) {
+            const int doc = kept[i];
+            const float2 scale = SCALED ? scale_of(doc, scales, chunk_docs, chunks) : float2{};
+            double sum = 0;
+#pragma unroll 4
+            for (i64 at = offsets[doc] + lane_id(), end = offsets[doc + 1]; at < end; at += 32)
+                sum = fma(double(value_of(load_once(weights + at), scale)), double(c.query[terms[at]]), sum);
+            sum = across(sum, [](double a, double b) { return a + b; });
+            if (lane_id() == 0) keys[i] = key_of(sum, doc);
+        }
+        return;
+    }
+
+    const auto document = [=](u32 row) { return (row / TURN * parts + part) * TURN + row % TURN; };
+    for (u32 first = 0; document(first) < n; first += ROWS) {
+        u32 doc[ROWS / THREADS], kind[ROWS / THREADS], before[ROWS / THREADS];
+        u64 where[ROWS / THREADS];
+#pragma unroll
+        for (u32 u = 0; u < ROWS / THREADS; u++) {
+            const u32 i = document(first + u * THREADS + threadIdx.x);
+            doc[u] = i < n ? kept[i] : 0;
+            const i64 start = i < n ? offsets[doc[u]] : 0, length = i < n ? offsets[doc[u] + 1] - start : 0;
+            where[u] = start | length << LENGTH_AT;
+            kind[u] = i < n ? CLASSES - min(u32(length + start % 8 + 31) / 32, CLASSES) : CLASSES + 1;
+        }
+        if (!PDL && first == 0) set_filter(query_terms, count, longs, L - count);  // while the first are looked up
+        if (threadIdx.x < 32) room.classes[threadIdx.x] = 0;  // where this warp's own list was
+        __syncthreads();                                      // and all are done with the rows before
+        // A warp's rows are to end together: the longest first, in any order else.
+#pragma unroll
+        for (u32 u = 0; u < ROWS / THREADS; u++) {
+            const u32 same = __match_any_sync(ALL, kind[u]), below = __popc(same & (1u << lane_id()) - 1);
+            const u32 ahead = below ? 0 : atomicAdd(&room.classes[kind[u]], __popc(same));
+            before[u] = below + __shfl_sync(ALL, ahead, __ffs(same) - 1);
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 u = 0; u < ROWS / THREADS; u++) {
+#pragma unroll
+            for (u32 longer = 0; longer <= CLASSES; longer++) before[u] += longer < kind[u] ? room.classes[longer] : 0;
+            room.rows[before[u]] = where[u];
+            if constexpr (SCALED) room.scales[before[u]] = scale_of(doc[u], scales, chunk_docs, chunks);
+            if (kind[u] <= CLASSES) kept[document(first + before[u])] = doc[u];
+        }
+        __syncthreads();
+        score_rows(c, document(first), parts * TURN);
+    }
+    if (simple) {
+        rank(keys, n, k, scores + q * k, ids + q * k);
+        if (threadIdx.x == 0) kept_counts[q] = -1;
+    }
+}
