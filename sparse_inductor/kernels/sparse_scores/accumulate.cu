@@ -145,11 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RANKED ? 4 : 6)
                  i64* candidates, const bool* deleted, u32 B, u32 V1, u32 L, u32 capacity, int rank,
                  void*, void*) {
     const u64 c = blockIdx.x / B, q = blockIdx.x % B;
+    const u32 n = counts[q], longs = long_counts[q];  // on their way while scores become 0
+    const i64 base = bases[c];
 #pragma unroll
     for (u32 i = 0; i < CHUNK; i += 4 * THREADS) *reinterpret_cast<int4*>(&scores[i + 4 * threadIdx.x]) = {};
     __syncthreads();
-    const u32 n = counts[q];
-    accumulate(offsets + c * V1, postings + bases[c], terms + q * L, weights + q * L, n, long_counts[q], L - n);
+    accumulate(offsets + c * V1, postings + base, terms + q * L, weights + q * L, n, longs, L - n);
     __syncthreads();
     const int* docs = chunk_docs + c * (LISTED ? CHUNK : 1);
     if constexpr (RANKED) {
