@@ -12,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from sparse_inductor.example import example_of
-from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.saved import for_the_caller
 from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
@@ -146,11 +147,6 @@ class Entmax(Recogniser):
             sorts=view.name_of(match.found.node) in _SORTED,
             training=int(source.requires_grad),
         )
-
-    def resolve(
-        self, matches: Sequence[RowsMatch], view: GraphView
-    ) -> tuple[list[RowsMatch], list[Miss]]:
-        return without_outside_readers(matches, view)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

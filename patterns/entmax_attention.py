@@ -10,18 +10,19 @@ The probabilities never exist, so nobody else may read them: where somebody does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from sparse_inductor.example import example_of
-from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
+from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.contraction import PRODUCTS
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import expected_elements
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.chains.family import split_block
 from sparse_inductor.match.entmax.attention import are_probabilities, read_attention, relu_attention
@@ -68,10 +69,12 @@ class EntmaxAttention(Recogniser):
         probabilities = fake(match.found.node)
         return look_up(NAME, probabilities.device, scores=expected_elements(probabilities.shape))
 
-    def resolve(
-        self, matches: Sequence[Attention], view: GraphView
-    ) -> tuple[list[Attention], list[Miss]]:
-        return without_outside_readers(matches, view, _name)
+    def called(self, match: Attention, node: fx.Node) -> str:
+        if node is match.found.node or node in match.path:
+            return "the probabilities are"
+        if node in match.scores.nodes:
+            return "the scores are"
+        return super().called(match, node)
 
 
 def _rehearse(found: Attention) -> None:
@@ -84,14 +87,6 @@ def _rehearse(found: Attention) -> None:
             found.emit(e)
     except Exception as error:
         raise NoMatch(f"its layout cannot be followed ({error})", found.anchor) from None
-
-
-def _name(match: Attention, node: fx.Node) -> str:
-    if node is match.found.node or node in match.path:
-        return "the probabilities are"
-    if node in match.scores.nodes:
-        return "the scores are"
-    return result_of(match, node)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

@@ -22,7 +22,8 @@ from sparse_inductor.graph.checks import check_followed, check_operands
 from sparse_inductor.graph.contraction import PRODUCTS, Contraction, Operand, contraction
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.graph.vocabulary import REGROUPS
 from sparse_inductor.match.feed_forward.entries import topk_of
@@ -105,7 +106,7 @@ class GatheredDecode(Recogniser):
 
     def _bag(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
         call = view.call(node)
-        if call is None or node.target is torch.embedding_bag or call.get("mode") != "sum":
+        if node.target is torch.embedding_bag or call.get("mode") != "sum":
             return None
         indices, weight, values = call["input"], call["weight"], call.get("per_sample_weights")
         if not (view.is_tensor(indices) and view.is_tensor(values) and view.is_tensor(weight)):
@@ -168,11 +169,10 @@ class GatheredDecode(Recogniser):
 def _gathered(view: GraphView, node: fx.Node) -> Gather | None:
     """weight[indices], perhaps by indices that are flattened, as index_select takes them, and regrouped afterwards."""
     call, found = view.call(node), rows_of(view, node)
-    if found is not None or call is None or call.name not in REGROUPS:
+    if found is not None or call.name not in REGROUPS:
         return found
     found = rows_of(view, view.value(call["input"], node))
-    flattened = None if found is None else view.call(found.index)
-    if found is None or flattened is None or flattened.name not in REGROUPS:
+    if found is None or (flattened := view.call(found.index)).name not in REGROUPS:
         return None
     indices, sizes = flattened["input"], view.shape(node)
     apart = same_sizes(sizes, (*view.shape(indices), *view.shape(found.source)[1:]))

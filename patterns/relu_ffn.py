@@ -32,7 +32,8 @@ from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.graph.mesh import is_distributed
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch, first_match
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COMPARISONS
@@ -186,19 +187,14 @@ class ReluFfn(Recogniser):
                 batched = {*product.a.axes} & {*product.b.axes} & {*product.axes} - {None}
                 why = _EXPERTS if batched else _SEVERAL_AXES
             return Miss(why, node) if why else None
-        first: tuple[Linear, NoMatch] | None = None
-        for down in found:
-            try:
-                if down.d_axes > 1:
-                    raise NoMatch(_SEVERAL_AXES, node)
-                return self._block(node, view, down)
-            except NoMatch as e:
-                first = first or (down, e)
-        if first is None or not resembles(view, first[0].source, node):
-            return None
-        return first[1].miss(node)
+        try:
+            return first_match(lambda down: self._block(node, view, down), found)
+        except NoMatch as reason:
+            return reason.miss(node) if resembles(view, found[0].source, node) else None
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
+        if down.d_axes > 1:
+            raise NoMatch(_SEVERAL_AXES, node)
         if is_distributed(fake(down.source)):
             raise NoMatch("the operator takes whole tensors, not DTensors", node)
         reading = read_block(view, down, down.source, node)

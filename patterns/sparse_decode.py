@@ -21,7 +21,8 @@ from sparse_inductor.graph.checks import check_followed, check_operands, only_re
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.feed_forward.entries import Entries, entries
 from sparse_inductor.pattern import Sparse

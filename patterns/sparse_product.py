@@ -24,7 +24,8 @@ from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch, if_matched
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.feed_forward.entries import Activated, activated, decoders_below, entries
 from sparse_inductor.pattern import Sparse
@@ -129,12 +130,9 @@ def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
         between = None if down.within or down.d_axes > 1 else activated(view, down)
         if between is None:
             continue
-        try:
-            if entries(view, down.source, node) is not None:
-                return None
-        except NoMatch:  # rows of other numbers of entries
-            pass
-        return down, between
+        # None, too, where rows have other numbers of entries.
+        rows = if_matched(entries, view, down.source, node)
+        return None if rows is not None else (down, between)
     return None
 
 

@@ -19,10 +19,11 @@ from torch import fx
 
 from sparse_inductor import compat
 from sparse_inductor.graph.axes import flat, fresh
-from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements, static_size
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.graph.vocabulary import REORDERS
@@ -141,8 +142,7 @@ class SparseScores(Recogniser):
             return None
 
     def _other_pool(self, node: fx.Node, view: GraphView, why: str) -> Miss | None:
-        call = view.call(node)
-        source = None if call is None else call.get("input")
+        source = view.call(node).get("input")
         if not view.is_tensor(source):
             return None
         w = contributions(view, source, fresh(view.shape(source)), node)
@@ -219,7 +219,7 @@ class SparseScores(Recogniser):
         """Nobody else may read what is matched; two scorings may share a gather. What a later accumulation into the
         same scores has taken in is part of that."""
         taken = {s.node for m in matches for s in m.scores.earlier}
-        return without_outside_readers([m for m in matches if m.scores.node not in taken], view)
+        return super().resolve([m for m in matches if m.scores.node not in taken], view)
 
 
 def _check_accumulator(view: GraphView, s: Scored) -> None:

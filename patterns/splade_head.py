@@ -24,11 +24,12 @@ from sparse_inductor.epilogue.functions import Interval
 from sparse_inductor.epilogue.ranges import prove, shared_bounds, steep, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.example import example_of
-from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
+from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear
-from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.no_match import NoMatch, first_match
+from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.match.chains.backward_walk import walk_back
@@ -180,18 +181,11 @@ class SpladeHead(Recogniser):
 
     def _head(self, node: fx.Node, view: GraphView, red: Reduction) -> HeadMatch:
         epilogue = walk_back(view, red.source, node)
-        first: NoMatch | None = None
-        for linear in epilogue.linears:
-            try:
-                return self._reading(node, view, red, Chain(view, epilogue, linear), linear)
-            except NoMatch as e:
-                first = first or e
-        assert first is not None
-        raise first
+        read = lambda linear: self._reading(node, view, red, Chain(view, epilogue, linear))
+        return first_match(read, epilogue.linears)
 
-    def _reading(
-        self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain, linear: Linear
-    ) -> HeadMatch:
+    def _reading(self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain) -> HeadMatch:
+        linear = chain.linear
         if red.span > 1:
             chain.merge(red.dim, red.span, red.source)
         if any(same_size(s, 0) for s in view.shape(red.source)):
@@ -254,11 +248,8 @@ class SpladeHead(Recogniser):
         if not chain.tail_rises(reaching):
             raise NoMatch("the maximum cannot move past what follows the vocabulary mask", node)
 
-    def resolve(
-        self, matches: Sequence[HeadMatch], view: GraphView
-    ) -> tuple[list[HeadMatch], list[Miss]]:
-        """Heads may share a linear (slices of one sequence, two poolings); nobody else may read their matched nodes."""
-        return without_outside_readers(matches, view, _name)
+    def called(self, match: HeadMatch, node: fx.Node) -> str:
+        return "the logits are" if node is match.chain.linear.node else super().called(match, node)
 
 
 def _check_finite(program: Program, node: fx.Node) -> None:
@@ -291,10 +282,6 @@ def _at(program: Program, x: float) -> float:
     return run(scalar_steps(program), torch.tensor(x, dtype=torch.float64)).item()
 
 
-def _name(m: HeadMatch, node: fx.Node) -> str:
-    return "the logits are" if node is m.chain.linear.node else result_of(m, node)
-
-
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:
     """Axis 0 of a 3-D output is the batch, unless the input or the output was turned on purpose."""
     if len(view.shape(linear.node)) != 3 or chain.origin[red.dim] != 0:
@@ -308,8 +295,8 @@ def _sequence_first(view: GraphView, node: fx.Node) -> bool:
     """Whether the first axis was put there by a transpose, maybe before layers that keep it where it is."""
     for _ in range(_LAYERS):
         call = view.call(node)
-        x = None if call is None else call.get("input")
-        if call is None or not view.is_tensor(x) or len(view.shape(x)) != 3:
+        x = call.get("input")
+        if not view.is_tensor(x) or len(view.shape(x)) != 3:
             return False
         if call.name == "transpose":
             return {call["dim0"] % 3, call["dim1"] % 3} == {0, 1}

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph.checks import without_outside_readers
 from .graph.emit import Emitter
 from .graph.names import canonical
-from .graph.no_match import Recogniser
+from .graph.recogniser import Recogniser
 from .graph.values import matched_nodes
 from .graph.view import GraphView, fake, label
 from .pattern import Example, Miss
@@ -148,11 +147,6 @@ class Template(Recogniser):
             return Miss(reason, node)
         return TemplateMatch(self, node, bindings, nodes)
 
-    def resolve(
-        self, matches: Sequence[TemplateMatch], view: GraphView
-    ) -> tuple[list[TemplateMatch], list[Miss]]:
-        return without_outside_readers(matches, view)
-
 
 def _trace(fn: Callable[..., Any], name: str) -> fx.Graph:
     try:
@@ -178,9 +172,8 @@ class _Search:
     ) -> Iterator[dict[fx.Node, Any]]:
         """Every way in which `node` is `wanted`, as template node -> what it stands for."""
         call, call_wanted = self._view.call(node), self._calls[wanted]
-        if call is None or call.inplace or call.name != call_wanted.name:
-            known = call is not None or node.op == "placeholder"
-            there = label(node) if known else str(node)
+        if call.inplace or call.name != call_wanted.name:
+            there = label(node) if call or node.op == "placeholder" else str(node)
             self._note(found, f"{call_wanted.name} is looked for where {there} is", node)
             return
         found = {**found, wanted: node}
@@ -257,7 +250,7 @@ class _Search:
     def _alike(self, wanted: fx.Node, node: fx.Node) -> int:
         """How many operations of the template from `wanted` up have one of that name in their place."""
         call = self._view.call(node)
-        if call is None or call.name != self._calls[wanted].name:
+        if call.name != self._calls[wanted].name:
             return 0
         operands = [i for i in wanted.all_input_nodes if i in self._calls]
         return 1 + sum(

@@ -16,7 +16,7 @@ from torch import fx
 from .fakes import same_size, same_sizes
 from .indices import expanded_index
 from .names import Call, stored
-from .no_match import NoMatch
+from .no_match import NoMatch, if_matched
 from .shapes import order_of
 from .values import rounds
 from .view import GraphView, label
@@ -145,15 +145,15 @@ def originals(
     tensor a part of which is written in place, as of a cache: what its reader reads is not what its node says.
     """
     yield node, list(axes), reader
-    while view.value(node, reader) is node and (call := view.call(node)) is not None:
+    while view.value(node, reader) is node:
+        call = view.call(node)
         x = call.get("input")
         if call.inplace or not view.is_tensor(x):
             return
-        try:
-            axes = step(view, node, call, axes)
-        except NoMatch:
+        before = if_matched(step, view, node, call, axes)
+        if before is None:
             return
-        seen = view.value(x, node)
+        axes, seen = before, view.value(x, node)
         known = seen is not None and view.is_tensor(seen)
         if known or memory:
             yield (seen if known else x), list(axes), node

@@ -213,7 +213,7 @@ def _unsaved(view: GraphView, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
     """What the gradient of a function reads as it is by then, and what to call that: its result, and what the
     bisections keep of alpha without autograd's knowledge."""
     call = view.call(node)
-    if call is None or call.name not in _SAVE_THEIR_RESULT:
+    if call.name not in _SAVE_THEIR_RESULT:
         return
     yield node, "its result"
     alpha = call.get("alpha") if call.name == "entmax_bisect" else None
@@ -288,13 +288,8 @@ def outside_readers(
             yield from ((n, reader) for reader in view.readers(n) if reader not in inside)
 
 
-def result_of(match: object, node: fx.Node) -> str:
-    """What the user calls the result of a matched node."""
-    return f"the result of {label(node)} is"
-
-
 def without_outside_readers(
-    matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str] = result_of
+    matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str]
 ) -> tuple[list[M], list[Miss]]:
     """Matches whose nodes nobody else reads, and misses for the rest.
 

@@ -71,8 +71,8 @@ class Contraction:
 def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
     """How `node` is a product of two tensors; None if it is not."""
     call = view.call(node)
-    read = None if call is None else _READERS.get(call.name)
-    if call is None or read is None:
+    read = _READERS.get(call.name)
+    if read is None:
         return None
     tensors = [node, *(call.args[k] for k in ("input", "other", "weight") if k in call.args)]
     return read(view, node, call) if all(map(view.is_tensor, tensors)) else None
@@ -258,7 +258,7 @@ def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction 
     """(a * b).sum(dim)"""
     product = call["input"]
     inner = view.call(product)
-    if inner is None or inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
+    if inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
         return None
     dims = listed(call.get("dim"))
     if len(dims) != 1 or not isinstance(dims[0], int):

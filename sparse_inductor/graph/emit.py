@@ -134,7 +134,7 @@ def made_again(
             continue
         call = view.call(n)
         same_modes = view.records(n) == view.records(before) and not view.autocasts(n)
-        if call is None or call.drops or not view.is_tensor(n) or not same_modes:
+        if not call or call.drops or not view.is_tensor(n) or not same_modes:
             return None
         made.append(n)
         queue += n.all_input_nodes

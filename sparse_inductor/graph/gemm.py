@@ -110,7 +110,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
     batched; None if it is no matmul at all."""
     call = view.call(node)
-    if call is None or not view.is_tensor(node):
+    if not view.is_tensor(node):
         return None
     if call.name == "to_local":
         return _local(view, node)
@@ -271,8 +271,8 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
     node, axes = w.node, list(w.axes)
     while len(axes) > 2 and not w.written:
         call = view.call(node)
-        x = None if call is None else call.get("input")
-        if call is None or call.inplace or not view.is_tensor(x) or len(view.shape(x)) < 2:
+        x = call.get("input")
+        if call.inplace or not view.is_tensor(x) or len(view.shape(x)) < 2:
             break
         if view.value(x, w.reader) is not x:
             break  # it was copied before it was written to
@@ -349,8 +349,7 @@ def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
 
 def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
     """The linear map that a node is, if it takes one of several that are computed together; else None."""
-    call = view.call(node)
-    entry = None if call is None else entry_of_axis(view, call)
+    entry = entry_of_axis(view, view.call(node))
     if entry is None:
         return None
     stack, dim, index, between = entry

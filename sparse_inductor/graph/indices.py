@@ -104,7 +104,7 @@ def taken(view: GraphView, call: Call) -> Taken | None:
 def _piece(view: GraphView, pieces: Any, call: Call) -> Taken | None:
     """One of the results of split, chunk, tensor_split or unbind; sizes may be symbols."""
     split = view.call(pieces)
-    if split is None or split.name not in PARTS or type(call["index"]) is not int:
+    if split.name not in PARTS or type(call["index"]) is not int:
         return None
     x = split["input"]
     n, which = len(view.shape(x)), call["index"] % len(fake(pieces))

@@ -64,11 +64,10 @@ def settled(view: GraphView, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...
     if compat.hidden_arguments(node).get("grad_placements") is not None:
         return None
     call = view.call(node)
-    assert call is not None
     if call.get("grad_placements") is not None:
         return None
     x, between = call["input"], []
-    while (inner := view.call(x)) is not None and inner.name == "redistribute":
+    while (inner := view.call(x)).name == "redistribute":
         if redistributed(x, inner["input"]):
             return None
         between.append(x)
@@ -106,7 +105,7 @@ def spread_by_row(
     """The local tensor that `from_local` makes x of, where `out = linear(x, weight, bias)` sums over what is spread:
     each process has columns of the weight and makes a summand (`RowwiseParallel`)."""
     call = view.call(x)
-    if call is None or call.name != "from_local" or call.get("shape") is not None:
+    if call.name != "from_local" or call.get("shape") is not None:
         return None
     last = fake(x).dim() - 1
     placements = [_placements(t) for t in (out, x, weight)]

@@ -27,6 +27,10 @@ class Call:
     args: dict[str, Any]
     inplace: bool = False
 
+    def __bool__(self) -> bool:
+        """Whether it is a call of a function that is known."""
+        return bool(self.name)
+
     def __getitem__(self, key: str) -> Any:
         return self.args[key]
 
@@ -53,6 +57,10 @@ class Call:
         active = self.get("training", True) and self.get("p", 0.5) != 0
         return self.name == "dropout" and bool(active)
 
+
+NO_CALL = Call(
+    "", {}
+)  # what an input of the graph, a foreign function or a number is the result of
 
 # name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
 _UNARY = (

@@ -1,15 +1,15 @@
-"""Why a graph does not match, and the base of patterns that say so."""
+"""Why a graph does not match."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 from torch import fx
 
-from ..pattern import Example, Miss
-from .view import GraphView, Unknown
+from ..pattern import Miss
+from .view import GraphView
 
 
 class NoMatch(Exception):
@@ -24,7 +24,33 @@ class NoMatch(Exception):
         return Miss(self.reason, self.node or anchor)
 
 
+P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+
+def if_matched(read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """What a function gives; None where it raises NoMatch."""
+    try:
+        return read(*args, **kwargs)
+    except NoMatch:
+        return None
+
+
+def first_match(read: Callable[[T], R], ways: Iterable[T]) -> R:
+    """What `read` gives for the first of several ways for which it does not raise NoMatch.
+
+    Raises the first reason where it does for all of them; one about real work beats "an input of the graph".
+    """
+    first: NoMatch | None = None
+    for way in ways:
+        try:
+            return read(way)
+        except NoMatch as reason:
+            if first is None or "input of the graph" in first.reason:
+                first = reason
+    assert first is not None
+    raise first
 
 
 def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, fx.Node], R]:
@@ -45,22 +71,3 @@ def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, 
         return answer
 
     return ask
-
-
-class Recogniser:
-    """Base of a pattern: `_match` raises NoMatch where a graph nearly matches."""
-
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
-
-    def match(self, node: fx.Node, view: GraphView) -> Any:
-        """The match that ends in `node`, a near miss, or None."""
-        try:
-            return self._match(node, view)
-        except Unknown:
-            return None
-        except NoMatch as decline:
-            return decline.miss(node)
-
-    def _match(self, node: fx.Node, view: GraphView) -> Any:
-        raise NotImplementedError

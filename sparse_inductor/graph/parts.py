@@ -76,7 +76,7 @@ def _split_and_taken(view: GraphView, node: fx.Node, call: Call) -> Detour | Non
         return None
     x, dim, index, extra = entry
     split = view.call(x)
-    while split is not None and view.value(x, extra[-1] if extra else node) is x:
+    while view.value(x, extra[-1] if extra else node) is x:
         order = order_of(split, len(view.shape(x)))
         if split.name not in COPIES and order is None:
             break
@@ -87,7 +87,7 @@ def _split_and_taken(view: GraphView, node: fx.Node, call: Call) -> Detour | Non
             dim = order[dim]
         extra, x = (*extra, x), split["input"]
         split = view.call(x)
-    if split is None or split.name not in ("view", "unflatten"):
+    if split.name not in ("view", "unflatten"):
         return None
     if view.value(x, extra[-1] if extra else node) is not x or not view.is_tensor(split["input"]):
         return None
@@ -123,7 +123,7 @@ def _untaken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
     x, dim, which, extra = part
     joint = view.call(x)
     reader = extra[-1] if extra else node
-    if joint is None or joint.name not in ("cat", "stack") or view.value(x, reader) is not x:
+    if joint.name not in ("cat", "stack") or view.value(x, reader) is not x:
         return None
     tensors = joint["tensors"]
     if joint.get("dim", 0) % len(view.shape(x)) != dim or not isinstance(tensors, (tuple, list)):
@@ -152,10 +152,7 @@ def entries_of(
     """(x, dim, which, nodes passed over) where tensors, each with its reader, are entries of one axis of x."""
     found: list[tuple[fx.Node, int, int, tuple[fx.Node, ...]]] = []
     for t, reader in tensors:
-        call = view.call(t)
-        entry = (
-            None if call is None or view.value(t, reader) is not t else entry_of_axis(view, call)
-        )
+        entry = entry_of_axis(view, view.call(t)) if view.value(t, reader) is t else None
         if entry is None:
             return None
         x, dim, index, extra = entry
@@ -196,8 +193,5 @@ def _undone(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
             return None
         if view.same_shape(x, node):
             return Detour(x, extra)
-        above = view.call(x)
-        if above is None:
-            return None
-        extra, reader, call = (*extra, x), x, above
+        extra, reader, call = (*extra, x), x, view.call(x)
     return None

@@ -105,7 +105,7 @@ def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         product, call = contraction(view, node), view.call(node)
         if product is not None:
             pairs = [(product.a.node, product.b.node), (product.b.node, product.a.node)]
-        elif call is not None and call.name == "mul":
+        elif call.name == "mul":
             pairs = [pair for pair in call.both_ways if all(map(view.is_tensor, pair))]
         else:
             continue

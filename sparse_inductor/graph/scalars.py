@@ -56,9 +56,9 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
 def constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | None:
     """(x, c) where a node is x * c, c * x, x / (1 / c) or -x, c a constant; None for anything else."""
     call = view.call(node)
-    if call is not None and call.name == "neg" and view.is_tensor(call["input"]):
+    if call.name == "neg" and view.is_tensor(call["input"]):
         return call["input"], -1.0
-    if call is None or call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
+    if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
         return None
     for x, other in call.both_ways[: 1 if call.name == "div" else 2]:
         c = view.const(other, node)

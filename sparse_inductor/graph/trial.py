@@ -88,7 +88,7 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name.strip("_") in _RANDOM:
         call = view.call(node)
-        return call is not None and call.name == "dropout" and call.get("training", True) is False
+        return call.name == "dropout" and call.get("training", True) is False
     module = getattr(target, "__module__", "") or ""
     return node.op == "call_method" or module.split(".")[0] in (
         "torch", "_operator", "builtins", "math", "", "entmax", "sparse_inductor",

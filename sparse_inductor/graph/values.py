@@ -81,7 +81,7 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
         return True
     x = view.value(x, reader)
     call = view.call(x)
-    if call is None or call.inplace:
+    if not call or call.inplace:
         return False
     if view.const(x, reader) is not None:
         return True
@@ -153,7 +153,7 @@ def progression(view: GraphView, x: Any, reader: fx.Node) -> Progression | None:
         return None
     axis = len(shape) - wide[0] if wide else None
     start, step, skipped = 0, 1, 0
-    while (call := view.call(x)) is not None and not call.inplace and view.dtype(x) in _EXACT:
+    while (call := view.call(x)) and not call.inplace and view.dtype(x) in _EXACT:
         if call.name == "arange":
             first, by = (0, 1) if call.get("end") is None else (call["start"], call.get("step", 1))
             first, by = integer(view, first, x), integer(view, by, x)

@@ -15,7 +15,7 @@ from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
 from .modes import changes_grad_mode, modes_by_node, modes_now
-from .names import Call, canonical, name_of, stored
+from .names import NO_CALL, Call, canonical, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
@@ -60,7 +60,7 @@ class GraphView:
         self.graph = graph
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
-        self._calls: dict[fx.Node, Call | None] = {}
+        self._calls: dict[fx.Node, Call] = {}
         self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
         self.walked: dict[fx.Node, Any] = {}  # of `walk_back`, as the next one
         self.walks_cut = 0
@@ -77,12 +77,12 @@ class GraphView:
             isinstance(r, (tuple, list)) for r in results
         )
 
-    def call(self, node: Any) -> Call | None:
-        """The canonical call of a node, or None."""
+    def call(self, node: Any) -> Call:
+        """The canonical call of a node; `NO_CALL`, without a name or arguments, of anything else."""
         if not isinstance(node, fx.Node):
-            return None
+            return NO_CALL
         if node not in self._calls:
-            self._calls[node] = canonical(node)
+            self._calls[node] = canonical(node) or NO_CALL
         return self._calls[node]
 
     def name_of(self, node: fx.Node) -> str | None:
@@ -169,7 +169,7 @@ class GraphView:
     def behind(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
         """What calls of certain names were made of, one of the other, and their nodes, the last one first."""
         passed: list[fx.Node] = []
-        while (call := self.call(node)) is not None and call.name in names:
+        while (call := self.call(node)).name in names:
             passed.append(node)
             node = call["input"]
         return node, passed
@@ -177,7 +177,7 @@ class GraphView:
     def original(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
         """The value that calls of certain names pass on, none of them in place, and their nodes, the last one first."""
         passed: list[fx.Node] = []
-        while (call := self.call(node)) is not None and call.name in names and not call.inplace:
+        while (call := self.call(node)).name in names and not call.inplace:
             x = call["input"]
             seen = self.value(x, node) if isinstance(x, fx.Node) else None
             if seen is None:
@@ -195,9 +195,7 @@ class GraphView:
         if isinstance(x, (int, float)):
             return float(x)
         call = self.call(x)
-        if call is None:
-            return None
-        if reader is not None and self.value(x, reader) is not x:
+        if not call or (reader is not None and self.value(x, reader) is not x):
             return None
         c = self._filled(x, call)
         if c is None or not self.is_tensor(x):
@@ -245,14 +243,7 @@ class GraphView:
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return type(a) is type(b) and a == b
         x, y = self.call(a), self.call(b)
-        if (
-            x is None
-            or y is None
-            or x.inplace
-            or y.inplace
-            or x.name != y.name
-            or x.args.keys() != y.args.keys()
-        ):
+        if not x or x.inplace or y.inplace or (x.name, x.args.keys()) != (y.name, y.args.keys()):
             return False
         if x.name == "dropout" and x.get("training", True) is not False and x.get("p") != 0:
             return False  # another draw
@@ -297,9 +288,9 @@ class GraphView:
     def read_by(self, node: fx.Node) -> list[fx.Node]:
         """The nodes whose elements a call needs, and not their shape or dtype alone."""
         call = self.call(node)
-        if call is not None and call.name in _METADATA_READERS:
+        if call.name in _METADATA_READERS:
             return []
-        return [call["input"]] if call is not None and call.name in _LIKE else node.all_input_nodes
+        return [call["input"]] if call.name in _LIKE else node.all_input_nodes
 
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
         """Users that need the node's elements: dead users and readers of shape or dtype do not."""
@@ -307,14 +298,9 @@ class GraphView:
             if user not in self._live or node not in self.read_by(user):
                 continue
             call = self.call(user)
-            if (
-                call is not None
-                and call.name in SHAPE_OPS
-                and not call.inplace
-                and not any(self.readers(user))
-            ):
-                continue  # a view whose shape alone is of interest: zeros_like(logits[:, 0])
-            yield user
+            view = call.name in SHAPE_OPS and not call.inplace
+            if not view or any(self.readers(user)):
+                yield user  # else its shape alone is of interest: zeros_like(logits[:, 0])
 
     def read_by_strides(self, node: fx.Node) -> bool:
         """Whether somebody reads the memory around the node's elements, by strides of his own."""

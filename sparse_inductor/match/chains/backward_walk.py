@@ -18,7 +18,7 @@ from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, first_match, if_matched
 from ...graph.parts import detour
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
@@ -81,7 +81,7 @@ def _walk_back(
     if (one := entry_of_stack(view, node)) is not None:
         return EpilogueChain((one,), ())
     call = view.call(node)
-    if call is None:
+    if not call:
         raise NoMatch(f"cannot see through {_describe(node)}", node)
     return walk(view, node, call, depth).epilogue()
 
@@ -185,11 +185,11 @@ class BackwardWalk:
         if self.view.is_tensor(x):
             return self.up(x).then(Element(self.node, shape_op=self.call))
         parent = self.view.call(x)
-        if parent is not None and parent.name == "autograd_function_apply":
+        if parent.name == "autograd_function_apply":
             raise self.decline(
                 "an autograd Function with a gradient of its own cannot be seen through"
             )
-        if parent is None or parent.name not in PARTS:
+        if parent.name not in PARTS:
             raise self.decline(
                 f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"
             )
@@ -205,19 +205,11 @@ class BackwardWalk:
 
     def _found(self, a: Any, b: Any) -> list[tuple[EpilogueChain, int]]:
         """The epilogues of two operands, of those that have the result's shape and one, each with its place."""
-        first: NoMatch | None = None
-        found: list[tuple[EpilogueChain, int]] = []
-        for at, x in enumerate((a, b)):
-            if self.is_full(x):
-                try:
-                    found.append((self.up(x), at))
-                except NoMatch as e:
-                    # Of two reasons the one about real work beats "this is an input".
-                    if first is None or "input of the graph" in first.reason:
-                        first = e
-        if not found:
-            raise first or self._spread()
-        return found
+        full = [(x, at) for at, x in enumerate((a, b)) if self.is_full(x)]
+        if not full:
+            raise self._spread()
+        found = [(one, at) for x, at in full if (one := if_matched(self.up, x)) is not None]
+        return found or [first_match(lambda way: (self.up(way[0]), way[1]), full)]
 
     def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
         """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
@@ -265,7 +257,7 @@ class BackwardWalk:
         """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
         for x, y in ((a, b), (b, a)):
             call = self.view.call(y)
-            if call is None or call.name != "abs" or call.inplace or not self.view.is_tensor(x):
+            if call.name != "abs" or call.inplace or not self.view.is_tensor(x):
                 continue
             same = self.view.same_read(x, self.node, call["input"], y)
             if same and self.view.value(y, self.node) is y:

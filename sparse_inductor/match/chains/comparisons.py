@@ -64,7 +64,7 @@ def compared(
     """The same, of a value rather than of what is read now."""
     condition, wrapped, negated = unwrapped(view, condition)
     call = view.call(condition)
-    if call is None or call.name not in COMPARISONS:
+    if call.name not in COMPARISONS:
         return None
     negate ^= negated
     large, small, ties = call.ordered(negate)
@@ -90,8 +90,7 @@ def compared(
 
 def is_comparison(view: GraphView, condition: Any) -> bool:
     """Whether a condition, or its contrary, compares something."""
-    call = view.call(unwrapped(view, condition)[0])
-    return call is not None and call.name in COMPARISONS
+    return view.call(unwrapped(view, condition)[0]).name in COMPARISONS
 
 
 def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
@@ -114,7 +113,7 @@ def conditions(
     that combine them."""
     below, copies = view.behind(x, COMPARED | {"cast"})
     call = view.call(below)
-    if call is None or call.inplace or call.name != _BOTH[negate]:
+    if call.inplace or call.name != _BOTH[negate]:
         return [x], ()
     sides = call["input"], call["other"]
     parts: list[Any] = []

@@ -74,7 +74,7 @@ def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool
         try:
             walk_back(view, operand, node)
         except NoMatch as decline:
-            if view.call(decline.node) is not None:
+            if view.call(decline.node):
                 return decline
     return NoMatch(f"an operand ({label(operand)}) differs by token and by output", node)
 

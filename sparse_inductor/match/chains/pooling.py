@@ -52,7 +52,7 @@ class Reduction:
 def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
     """The maximum (or minimum) that a node is; None where it is none, or one of windows."""
     call = view.call(node)
-    if call is None or not view.is_tensor(call.get("input")):
+    if not view.is_tensor(call.get("input")):
         return None
     if call.name == "maximum":
         return _one_by_one(view, node)
@@ -110,7 +110,7 @@ def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple
     while left:
         x, reader = left.pop()
         call = view.call(x)
-        if call is None or call.name != "maximum" or call.inplace or view.value(x, reader) is not x:
+        if call.name != "maximum" or call.inplace or view.value(x, reader) is not x:
             leaves.append((x, reader))
             continue
         nodes.append(x)
@@ -148,11 +148,11 @@ def _where_largest(
     """What makes an index that says where along `dim` the largest values of `source` are; None where none does."""
     ndim, nodes, keepdim = len(view.shape(source)), [], True
     call = view.call(index)
-    if call is not None and _puts_axis(call, ndim) == dim:
+    if _puts_axis(call, ndim) == dim:
         nodes.append(index)
         keepdim, index = False, call["input"]
         call = view.call(index)
-    if call is None or call.name != "argmax" or not isinstance(call.get("dim"), int):
+    if call.name != "argmax" or not isinstance(call.get("dim"), int):
         return None
     if call["dim"] % ndim != dim or bool(call.get("keepdim", False)) != keepdim:
         return None
@@ -165,8 +165,8 @@ def _end_of_sort(
 ) -> Reduction | None:
     """sort(x, dim).values, of which the last along dim is taken, or the first where it is descending."""
     part = view.call(values)
-    call = view.call(part["input"]) if part is not None and part.name == "getitem" else None
-    if part is None or call is None or call.name != "sort" or part["index"] != 0:
+    call = view.call(part.get("input"))
+    if (part.name, call.name) != ("getitem", "sort") or part["index"] != 0:
         return None
     source, ndim = call["input"], len(view.shape(values))
     dim = call.get("dim", -1) % ndim
@@ -232,14 +232,14 @@ _POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
     """Why this sum, mean, top-k or the like is no SPLADE head; None where it has nothing to do with one."""
     call = view.call(node)
-    if call is not None and call.name in _PRODUCTS:
+    if call.name in _PRODUCTS:
         return _weighted_sum(view, node)
-    if call is not None and call.name == "maximum":
+    if call.name == "maximum":
         return _separate(view, _compared(view, node)[1])
-    if call is not None and call.name == "getitem":
+    if call.name == "getitem":
         return _picked_token(view, node, call)
-    tokens = None if call is None else call.get(_PACKED.get(call.name, "input"))
-    if call is None or call.name not in _POOLS or not view.is_tensor(tokens):
+    tokens = call.get(_PACKED.get(call.name, "input"))
+    if call.name not in _POOLS or not view.is_tensor(tokens):
         return None
     found = above(view, tokens, _POOLED)
     if "linear" not in found:
@@ -308,8 +308,7 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     if linears(view, node) != []:  # no product, or one with a matrix
         return None
     call = view.call(node)
-    operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
-    for x in operands:
+    for x in call.get("operands") or (call["input"], call["other"]):
         if view.is_tensor(x) and view.dtype(x).is_floating_point:
             found = above(view, x, _POOLED)
             if "linear" in found and _is_activated(found):

@@ -20,7 +20,7 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals, regrouped
 from ...graph.contraction import Contraction, Operand, contraction
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, if_matched
 from ...graph.values import made_of_parameters, rounds
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
@@ -78,8 +78,7 @@ def _is_gate(view: GraphView, found: Probabilities, p: Operand, v: Operand) -> b
 
 def _check_operands(view: GraphView, node: fx.Node) -> None:
     """Raises NoMatch where probabilities are multiplied with several tensors at once."""
-    call = view.call(node)
-    operands = call.get("operands", ()) if call is not None and call.name == "einsum" else ()
+    operands = view.call(node).get("operands", ())
     for x in operands if len(operands) > 2 else ():
         if view.is_tensor(x) and transform(view, x) is not None:
             raise NoMatch(f"an einsum of {len(operands)} tensors: two products in one", node)
@@ -91,10 +90,7 @@ def _axes(o: Operand | Contraction, atoms: dict[str, Atom]) -> tuple[Axis, ...]:
 
 def are_probabilities(view: GraphView, node: fx.Node) -> bool:
     """Whether a tensor is an entmax of scores, which are a product of two tensors of the batch."""
-    try:
-        found = transform(view, node)
-    except NoMatch:
-        return False
+    found = if_matched(transform, view, node)
     return found is not None and "batched matmul" in producers(view, found.source)
 
 

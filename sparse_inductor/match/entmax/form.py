@@ -56,8 +56,6 @@ def ends_here(view: GraphView, node: fx.Node) -> bool:
         return False
     for user in node.users:
         call = view.call(user)
-        if call is None:
-            continue
         if call.name in ("pow", "square", "div", "normalize") and form(view, user) is not None:
             return False
         if call.name == "mul" and call["input"] is call["other"]:
@@ -72,7 +70,7 @@ def form(view: GraphView, node: fx.Node) -> Form | None:
     """The form of `node`, if it has one."""
     call = view.call(node)
     whole: fx.Node | None = node
-    if call is not None and call.name in ("div", "normalize"):
+    if call.name in ("div", "normalize"):
         normalised = own_sum(view, node, call)
         whole = None if normalised is None else view.value(normalised[0], node)
     if whole is None:
@@ -99,12 +97,11 @@ def _raised(view: GraphView, node: fx.Node) -> tuple[Any, float | None, fx.Node 
     """(x, power, None) of x ** power, or (x, None, alpha) where the power is computed from alpha; a node is its own
     first power."""
     call = view.call(node)
-    if call is not None and call.name == "pow":
+    if call.name == "pow":
         power = view.const(call["other"], node)
         alpha = None if power is not None else _alpha_of_power(view, call["other"])
         return call["input"], power, alpha
-    squared = call is not None and call.name == "mul" and call["input"] is call["other"]
-    if call is not None and (squared or call.name == "square"):
+    if call.name == "square" or (call.name == "mul" and call["input"] is call["other"]):
         return call["input"], 2.0, None
     return node, 1.0, None
 
@@ -112,8 +109,6 @@ def _raised(view: GraphView, node: fx.Node) -> tuple[Any, float | None, fx.Node 
 def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
     """alpha of 1 / (alpha - 1)"""
     call = view.call(exponent)
-    if call is None:
-        return None
     gap: Any = None
     if call.name == "div" and view.const(call["input"], exponent) == 1:
         gap = call["other"]
@@ -127,7 +122,7 @@ def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
 def _alpha_of_gap(view: GraphView, gap: Any) -> fx.Node | None:
     """alpha of alpha - 1"""
     call = view.call(gap)
-    if call is None or call.name not in ("sub", "add") or not view.is_tensor(call["input"]):
+    if call.name not in ("sub", "add") or not view.is_tensor(call["input"]):
         return None
     one = view.const(call["other"], gap)
     if one != (1 if call.name == "sub" else -1) or call.get("alpha", 1) != 1:
@@ -150,7 +145,7 @@ def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[f
     while len(nodes) <= 5 and view.is_tensor(total):
         seen = view.value(total, nodes[-1])
         inner = view.call(seen)
-        if seen is None or inner is None:
+        if seen is None:
             return None
         nodes.append(seen)
         total = inner.get("input")
@@ -164,8 +159,6 @@ def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[f
 def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
     """x of max(x, 0)."""
     call = view.call(node)
-    if call is None:
-        return None
 
     def zero(x: Any) -> bool:
         return view.const(x, node) == 0
@@ -184,15 +177,14 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
 def _says_positive(view: GraphView, gate: fx.Node, x: Any, negate: bool) -> bool:
     """Whether a mask (with `negate` its contrary) is x > 0 or >=, or a > b where x is a - b."""
     call = view.call(gate)
-    if call is None or call.name not in COMPARISONS or not view.is_tensor(x):
+    if call.name not in COMPARISONS or not view.is_tensor(x):
         return False
     large, small, _ = call.ordered(negate)
     if view.const(small, gate) == 0:
         return view.same_value(large, x)
     difference = view.call(x)
     return (
-        difference is not None
-        and difference.name == "sub"
+        difference.name == "sub"
         and difference.get("alpha", 1) == 1
         and view.same_value(difference["input"], large)
         and view.same_value(*(view.behind(t, SPREADS)[0] for t in (difference["other"], small)))
@@ -225,8 +217,6 @@ def _scores(
         a = seen
         yield Candidate(a, reader, factor, gaps)
         call = view.call(a)
-        if call is None:
-            return
         if (step := constant_factor(view, a)) is not None:
             x, factor = step[0], factor * step[1]
         elif (gap := _times_gap(view, call, alpha)) is not None:
@@ -254,7 +244,7 @@ def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | 
 def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None] | None:
     """(x, the rows' axis) of x - s, x + s and s + x where s has one value a row; no axis where s is a number."""
     call = view.call(node)
-    if call is None or call.name not in ("sub", "add"):
+    if call.name not in ("sub", "add"):
         return None
     commutes = call.name == "add" and call.get("alpha", 1) == 1
     for x, shift in call.both_ways[: 2 if commutes else 1]:

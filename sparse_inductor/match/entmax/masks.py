@@ -14,7 +14,7 @@ from ...graph.axes import Axis, Placed, above, beside, flat
 from ...graph.fakes import same_size, same_sizes
 from ...graph.indices import only_slices
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, remembered
+from ...graph.no_match import if_matched, remembered
 from ...graph.scalars import constant_factor
 from ...graph.selection import Selection, selections
 from ...graph.trial import Untestable, region, run
@@ -29,7 +29,7 @@ _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see w
 def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     """The masks that all have to keep a key: `a & b` is two, and so is the negation of `a | b`."""
     call = view.call(mask.node)
-    if call is None or call.inplace:
+    if call.inplace:
         return [mask]
     of, negate, axes = [call.get("input")], mask.negate, mask.axes
     if call.name in NEGATIONS:
@@ -37,10 +37,10 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     elif call.name == ("or_" if negate else "and_"):
         of.append(call["other"])
     elif call.name in VIEWS and view.name_of(of[0]) in NEGATIONS | {"and_", "or_"}:
-        try:
-            axes = tuple(above(view, mask.node, call, axes))
-        except NoMatch:
+        moved = if_matched(above, view, mask.node, call, axes)
+        if moved is None:
             return [mask]
+        axes = tuple(moved)
     else:
         return [mask]
     for x in of:
@@ -71,7 +71,7 @@ def keeps_all(view: GraphView, mask: Placed) -> bool:
     that count through."""
     node, _ = view.original(mask.node, COPIES | {"cast"})
     call = view.call(node)
-    if call is not None and call.name == "eq" and not mask.negate:
+    if call.name == "eq" and not mask.negate:
         sides = [_computed(view, x) if view.is_tensor(x) else None for x in call.both_ways[0]]
         if all(side is not None and side.numel() for side in sides):
             one = torch.cat([side.flatten() for side in sides if side is not None])
@@ -97,8 +97,6 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
     """The spellings whose sizes need not be numbers."""
     node, _ = view.original(node, COPIES | {"cast"})
     call = view.call(node)
-    if call is None:
-        return False
     shape = view.shape(node)
     offset = shape[-1] - shape[-2] if len(shape) >= 2 else 0
     x = view.value(call["input"], node) if view.is_tensor(call.get("input")) else None
@@ -208,18 +206,16 @@ def _constant(view: GraphView, bias: Placed) -> Placed | None:
 def _masked_zeros(view: GraphView, node: fx.Node, axes: Sequence[Axis]) -> Placed | None:
     """The mask that a node is which is 0 where keys are kept and one number, its fill, elsewhere."""
     call = view.call(node)
-    if call is None:
-        return None
     if (mask := _zeros_where(view, node, call, axes)) is not None:
         return mask
     x, by = call.get("input"), 1.0
     if (scaled := constant_factor(view, node)) is not None:
         x, by = scaled
     elif call.name in VIEWS and view.is_tensor(x):
-        try:
-            axes = above(view, node, call, axes)
-        except NoMatch:
+        moved = if_matched(above, view, node, call, axes)
+        if moved is None:
             return None
+        axes = moved
     elif call.name not in COPIES and not (
         call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
     ):
@@ -264,7 +260,7 @@ def mixed(
 ) -> tuple[fx.Node, fx.Node, float] | None:
     """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms: GPT's way to mask."""
     call, other = view.call(kept), view.call(dropped)
-    if call is None or other is None or not call.name == other.name == "mul":
+    if not call.name == other.name == "mul":
         return None
     rest, fill = constant_factor(view, dropped) or (None, 0.0)
     mask = None if rest is None else _inverted(view, rest)
@@ -306,7 +302,7 @@ def zero_or_one(view: GraphView, x: Any, reader: fx.Node) -> tuple[fx.Node, bool
         return x, True, reader
     seen = view.value(x, reader)
     call = view.call(seen)
-    if seen is None or call is None or call.inplace:
+    if seen is None or call.inplace:
         return None
     if call.name == "cast":
         return zero_or_one(view, call["input"], seen)
@@ -318,7 +314,7 @@ def zero_or_one(view: GraphView, x: Any, reader: fx.Node) -> tuple[fx.Node, bool
 def _inverted(view: GraphView, node: fx.Node) -> fx.Node | None:
     """m of 1 - m."""
     call = view.call(node)
-    if call is None or call.name not in ("sub", "rsub") or call.get("alpha", 1) != 1:
+    if call.name not in ("sub", "rsub") or call.get("alpha", 1) != 1:
         return None
     one, other = call.both_ways[call.name == "rsub"]
     return other if view.const(one, node) == 1 and view.is_tensor(other) else None

@@ -134,8 +134,8 @@ class Probabilities:
         if nodes:
             *guards, total = nodes
             summed = self.view.call(total)
-            along = summed is not None and summed.get("keepdim") is True
-            dim, guarded = sole(summed.get("dim")) if summed and along else None, bool(guards)
+            dim = sole(summed.get("dim")) if summed.get("keepdim") is True else None
+            guarded = bool(guards)
             if not all(_guards(self.view, guard, self.view.dtype(node)) for guard in guards):
                 return None
         else:
@@ -169,7 +169,7 @@ def read_probabilities(
             read.found = found
             return read
         call = view.call(node)
-        if call is None:
+        if not call:
             return None
         x = read.before(node, call)
         try:
@@ -200,10 +200,10 @@ def _same(view: GraphView, a: Placed, b: Placed) -> bool:
 def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a node changes a sum of zero alone: what it adds is lost in a sum of one, or its floor is below that."""
     call = view.call(node)
-    if call is not None and call.name in ("clamp_min", "clamp") and call.get("max") is None:
+    if call.name in ("clamp_min", "clamp") and call.get("max") is None:
         low = view.const(call["min"], node)
         return low is not None and 0 < low <= _FLOOR
-    if call is not None and call.name == "add" and call.get("alpha", 1) == 1:
+    if call.name == "add" and call.get("alpha", 1) == 1:
         small = view.const(call["other"], node)
         # A sum of one shows no more of it than rounding.
         return small is not None and 0 < small <= min(10 * torch.finfo(dtype).eps, 1.1e-6)
@@ -213,7 +213,7 @@ def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
 def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
     """Whether a mask is isnan(x): the operator gives no NaN where rows have no keys."""
     call = view.call(mask)
-    return call is not None and call.name == "isnan" and view.same_value(call["input"], x)
+    return call.name == "isnan" and view.same_value(call["input"], x)
 
 
 def _multiplied(
@@ -246,7 +246,7 @@ def _entmax_above(view: GraphView, node: fx.Node) -> bool:
     """Whether a few operations turn an entmax into `node`; no product is crossed, but for one of heads."""
 
     def up(n: fx.Node) -> list[fx.Node]:
-        if view.call(n) is None:
+        if not view.call(n):
             return []
         product = contraction(view, n)
         above = n.all_input_nodes if product is None else _mixed(view, product)

@@ -20,7 +20,7 @@ from ...graph.axes import Axis, Placed, above, beside
 from ...graph.contraction import PRODUCTS, Contraction, contraction
 from ...graph.indices import is_full
 from ...graph.names import Call
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, first_match
 from ...graph.scalars import constant_factor
 from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.values import drowns, extreme, rounds
@@ -72,7 +72,7 @@ def read_scores(
     if product is not None and product.of_matrices and product.bias_dim == -1:
         return _start(view, product, list(axes))
     call = view.call(node)
-    if call is None:
+    if not call:
         what = "an input of the graph" if node.op == "placeholder" else label(node)
         raise NoMatch(f"the scores come from {what}, not from a product of queries and keys", node)
     return _Step(view, node, call, list(axes), depth).read()
@@ -312,15 +312,15 @@ class _Step:
 
     def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
         """Which of two operands the scores come through, and the other one."""
-        first: NoMatch | None = None
-        for x, other in ((a, b), (b, a)):
-            if self.view.is_tensor(x) and self.view.same_shape(x, self.node):
-                try:
-                    return self.up(x), other
-                except NoMatch as decline:
-                    if first is None or "an input of the graph" in first.reason:
-                        first = decline
-        raise first or self.decline(f"{self.call.name} of operands that are not scores")
+        view = self.view
+        full = [
+            (x, other)
+            for x, other in ((a, b), (b, a))
+            if view.is_tensor(x) and view.same_shape(x, self.node)
+        ]
+        if not full:
+            raise self.decline(f"{self.call.name} of operands that are not scores")
+        return first_match(lambda way: (self.up(way[0]), way[1]), full)
 
     # Masks
 

@@ -101,8 +101,6 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
     if not view.is_tensor(node) or not view.dtype(node).is_floating_point:
         return None
     call = view.call(node)
-    if call is None:
-        return None
     if call.name in _OTHERS:
         raise NoMatch(_OTHERS[call.name], node)
     if call.name in LEAVES:
@@ -123,7 +121,6 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
 
 def _leaf(view: GraphView, node: fx.Node) -> Transform:
     call = view.call(node)
-    assert call is not None
     x = call["input"]
     dim = call.get("dim", -1)
     if not isinstance(dim, int):
@@ -301,10 +298,8 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     call = view.call(hop)
     # The Function's own result comes first; intermediates follow where Dynamo saw side effects in its forward
     # (torch 2.11: always).
-    if call is None or which != 0:
-        return None
-    body = attribute(call["forward"])
-    if not isinstance(body, fx.GraphModule):
+    body = attribute(call.get("forward"))
+    if which != 0 or not isinstance(body, fx.GraphModule):
         return None
     with torch.no_grad():  # the body's own mode: what it does not record needs no check
         inner = GraphView(body.graph)

@@ -335,12 +335,10 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
 
     def up(n: fx.Node) -> list[fx.Node]:
         call = view.call(n)
-        return [] if call is None or call.name in PRODUCTS else n.all_input_nodes
+        return n.all_input_nodes if call and call.name not in PRODUCTS else []
 
     for node in reached([source], up, 24):
         call = view.call(node)
-        if call is None:
-            continue
         given = (call.get(key) for key in ("value", "other", "input", "fill_value", "values"))
         numbers = (view.const(x, node) for x in given)
         found |= {number for number in numbers if number is not None and number < -1e3}
@@ -361,7 +359,7 @@ def _levels(view: GraphView, nodes: Iterable[fx.Node]) -> list[float]:
         tensors = [t for t in (node, *node.all_input_nodes) if view.is_tensor(t)]
         if not any(view.dtype(t).is_floating_point for t in tensors):
             continue
-        if call is None:
+        if not call:
             found |= {float(a) for a in node.args if isinstance(a, (int, float))}
         elif call.name not in _COUNTS:
             given = (v for name, v in call.args.items() if name not in _SIZES)

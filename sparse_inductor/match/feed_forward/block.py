@@ -18,7 +18,7 @@ from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, first_match, if_matched
 from ...graph.view import GraphView, fake, static_size
 from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
@@ -136,16 +136,10 @@ def _branches(
 
 def _chain(view: GraphView, epilogue: EpilogueChain, neurons: int) -> Chain:
     """The chain whose outputs are on the axis of the neurons, where either operand may be the weight."""
-    first: NoMatch | None = None
-    found: list[Chain] = []
-    for linear in epilogue.linears:
-        try:
-            found.append(Chain(view, epilogue, linear, linear_after=True))
-        except NoMatch as e:
-            first = first or e
-    if first is not None and not found:
-        raise first
-    return next((c for c in found if c.v_dim == neurons), found[0])
+    read = lambda linear: Chain(view, epilogue, linear, linear_after=True)
+    found = [c for one in epilogue.linears if (c := if_matched(read, one)) is not None]
+    fits = (c for c in found if c.v_dim == neurons)
+    return next(fits, None) or first_match(read, epilogue.linears)
 
 
 def activation(
@@ -173,11 +167,8 @@ def activation(
 
 def is_activation(view: GraphView, value: fx.Node, reader: fx.Node) -> bool:
     """Whether what `reader` sees of a tensor is what a block's down projection takes: rectified projections."""
-    try:
-        found, _, _ = _branches(view, value, reader, fake(value).dim() - 1)
-    except NoMatch:
-        return False
-    return any(zero_threshold(b.program) is not None for b in found)
+    found = if_matched(_branches, view, value, reader, fake(value).dim() - 1)
+    return found is not None and any(zero_threshold(b.program) is not None for b in found[0])
 
 
 def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
@@ -193,7 +184,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
     """Why an einsum of more than two tensors, one of which is rectified, is no block; None for others."""
     call = view.call(node)
-    found = lettered(view, call) if call is not None and call.name == "einsum" else None
+    found = lettered(view, call) if call.name == "einsum" else None
     operands = found[0] if found else ()
     if len(operands) < 3 or not any(resembles(view, t, node) for t in operands):
         return None
@@ -300,7 +291,7 @@ def residual_sum(
         return None
     end = next(iter(node.users))
     call = view.call(end)
-    if call is None or call.name != "add" or view.const(call.get("alpha", 1)) != 1:
+    if call.name != "add" or view.const(call.get("alpha", 1)) != 1:
         return None
     residual = next((t for t in (call["input"], call["other"]) if t is not node), None)
     if not isinstance(residual, fx.Node) or not view.is_tensor(residual):

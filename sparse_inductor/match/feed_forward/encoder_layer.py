@@ -77,7 +77,7 @@ class LayerMatch:
 def encoder_layer(view: GraphView, node: fx.Node, pattern: str, op: str) -> LayerMatch | None:
     """The layer that a node is; None for one without a ReLU. Raises NoMatch where it has to stay as it is."""
     call = view.call(node)
-    if call is None or call.name != NAME or call["use_gelu"] is not False:
+    if call.name != NAME or call["use_gelu"] is not False:
         return None
     check_device(node)
     tensors = [fake(a) for a in call.args.values() if view.is_tensor(a)]

@@ -60,8 +60,6 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
     node: fx.Node | None = view.value(source, reader)
     while node is not None and len(after) < _LONGEST:
         call = view.call(node)
-        if call is None:
-            return None
         if call.name in _SCATTERS:
             found = _scattered(view, node, call, tuple(reversed(after)))
             return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
@@ -82,7 +80,7 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
 def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(tensor, vector) of a sum or product of a tensor with a number for each of its last dimension."""
     call = view.call(node)
-    if call is None or view.const(call.get("alpha", 1)) != 1:
+    if view.const(call.get("alpha", 1)) != 1:
         return None
     shape = view.shape(node)
     for tensor, vector in call.both_ways:
@@ -155,10 +153,10 @@ def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | Non
     """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
     node, passed = view.original(view.value(indices, reader), COPIES | {"cast", "detach"})
     call = view.call(node)
-    if call is None or call.name != "getitem" or call["index"] != 1:
+    if call.name != "getitem" or call["index"] != 1:
         return None
     top = view.call(call["input"])
-    if top is None or top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
+    if top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
         return None
     if any(fake(n).is_floating_point() for n in passed):
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ...epilogue.steps import Program, Step, render
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, first_match
 from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS
 from ..chains.backward_walk import walk_back
@@ -38,21 +38,19 @@ def indicator(
     """
     node, extra, negated = unwrapped(view, node)
     call, negate = view.call(node), negate ^ negated
-    if call is None or call.name not in COMPARISONS:
+    if call.name not in COMPARISONS:
         raise NoMatch("the condition compares nothing", node)
     large, small, ties = call.ordered(negate)
     steps = (Step(_KEEPS[negate], (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
-    first: NoMatch | None = None
-    for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):
-        try:
-            epilogue = _compared(view, node, z, factor if sign == 1 else None)
-        except NoMatch as decline:
-            first = first or decline
-            continue
+
+    def less(side: tuple[Any, Any, float]) -> EpilogueChain:
+        z, other, sign = side
+        epilogue = _compared(view, node, z, factor if sign == 1 else None)
         turned = () if sign == 1 else (Step("mul", (-1.0,)),)
         terms = (*turned, *_less(view, node, other, sign), *steps)
         return epilogue.then(Element(node, terms, extra=tuple(extra)))
-    raise first or NoMatch("the condition compares no linear map", node)
+
+    return first_match(less, ((large, small, 1.0), (small, large, -1.0)))
 
 
 def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) -> EpilogueChain:
@@ -61,7 +59,7 @@ def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) ->
         raise NoMatch("a comparison of what is no linear map", node)
     z, passed = view.behind(z, COMPARED)
     reader, call = [node, *passed][-1], view.call(z)
-    if call is not None and call.name == "relu" and factor is not None:
+    if call.name == "relu" and factor is not None:
         seen, theirs = view.value(z, reader), view.value(factor, node)
         if seen is z and theirs is not None and view.same_value(z, theirs):
             passed.append(z)
@@ -107,7 +105,6 @@ def _is_comparison(steps: Program) -> bool:
 def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:
     """What a comparison compares in."""
     call = view.call(node)
-    assert call is not None
     sides = [view.dtype(t) for t in (call["input"], call["other"]) if view.is_tensor(t)]
     return torch.promote_types(sides[0], sides[-1])
 

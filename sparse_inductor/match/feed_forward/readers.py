@@ -100,7 +100,7 @@ def _weighted_sum(
     autoencoders weigh their L1 term by the norms of the decoder's rows."""
     down, call, shape = reading.down, view.call(reader), view.shape(source)
     axis = down.d_dim
-    if call is None or call.name != "mul" or call.inplace or down.order is not None:
+    if call.name != "mul" or call.inplace or down.order is not None:
         return None
     w = call["other"] if call["input"] is source else call["input"]
     if not view.is_tensor(w) or not _is_theirs(view, reading, source, reader, anchor):
@@ -116,7 +116,7 @@ def _weighted_sum(
     while len(readers := list(view.readers(node))) == 1 and len(passed) < _LENGTH:
         node = readers[0]
         call = view.call(node)
-        if call is None or call.inplace:
+        if call.inplace:
             return None
         norm = call.name in ("norm", "vector_norm") and call.get("p") in (1, 1.0)
         if call.name == "sum" or (norm and positive):
@@ -150,7 +150,7 @@ def _weighted_sum(
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
     call = view.call(node)
-    return call is not None and not call.inplace and view.kept(call) is not None
+    return not call.inplace and view.kept(call) is not None
 
 
 def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
@@ -158,9 +158,9 @@ def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
     projected = False
     for _ in range(_LENGTH):
         readers = list(view.readers(node))
-        call = view.call(readers[0]) if len(readers) == 1 else None
-        if call is None:
+        if len(readers) != 1:
             return False
+        call = view.call(readers[0])
         if call.name == "add":
             return projected and anchor in (call["input"], call["other"])
         again = bool(linears(view, readers[0]))
@@ -196,7 +196,7 @@ def _not_negative(program: Program) -> bool:
 def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
     """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
     split = view.call(source)
-    of = source if split is None or split.name not in PARTS else split["input"]
+    of = split["input"] if split.name in PARTS else source
     what = f"the result of {label(of)} is"
     while view.name_of(reader) in _PASSED and reader.users:
         reader = next(iter(reader.users))
@@ -263,7 +263,7 @@ class _Reader:
     ) -> list[Statistic]:
         """norm is None while the value is still the activation."""
         call = self.view.call(node)
-        if call is None or call.inplace or self.view.value(x, node) is not x:
+        if call.inplace or self.view.value(x, node) is not x:
             raise self._decline(node)
         name = call.name
         if name in ("sum", "mean"):

@@ -25,8 +25,8 @@ from .scored import Make, Scores
 def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     """The node as scores; None where nothing is gathered above it. Raises NoMatch where it nearly is."""
     call = view.call(node)
-    read = None if call is None else _READERS.get(call.name)
-    if call is None or read is None or not view.is_tensor(node):
+    read = _READERS.get(call.name)
+    if read is None or not view.is_tensor(node):
         return None
     found = read(view, node, call)
     if found is None:
@@ -90,8 +90,8 @@ def _bincount(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return None
     rows, N = call["input"], call.get("minlength", 0)
     readers = list(view.readers(node))
-    cut = view.call(readers[0]) if len(readers) == 1 else None
-    exact = cut is not None and cut.name == "getitem" and cut["index"] in (slice(N), slice(0, N))
+    cut = view.call(readers[0] if len(readers) == 1 else None)
+    exact = cut.name == "getitem" and cut["index"] in (slice(N), slice(0, N))
     if not isinstance(N, int) or not exact:
         raise NoMatch("the number of documents depends on the rows: cut it with [:minlength]", node)
     below: Callable[[Emitter, fx.Node], fx.Node] = lambda e, t: e.call(torch.lt, t, N)
@@ -234,7 +234,7 @@ def _between(
     sums, axis = at.source, at.dim
     prefix, made = _behind_a_zero(view, sums, axis, at.node)
     running = view.call(prefix)
-    if running is None or running.name != "cumsum":
+    if running.name != "cumsum":
         return None
     axes = fresh(view.shape(prefix))
     w = contributions(view, running["input"], axes, prefix)
@@ -264,7 +264,7 @@ def _behind_a_zero(
     assigned it."""
     seen, ndim = view.value(sums, reader), len(view.shape(sums))
     call = view.call(seen)
-    if call is None or seen is None:
+    if seen is None:
         return None, ()
     match call.name:
         case "setitem" if call["input"] is sums and view.const(sums) == 0:
@@ -286,9 +286,7 @@ def _behind_a_zero(
 
 def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:
     call = view.call(x)
-    if call is None or call.name != "getitem" or call["index"] not in cuts:
-        return None
-    return call["input"]
+    return call["input"] if call.name == "getitem" and call["index"] in cuts else None
 
 
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {

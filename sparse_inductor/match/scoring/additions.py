@@ -135,10 +135,10 @@ def accumulator_of(
 def _check_zero(view: GraphView, held: Any, node: fx.Node) -> None:
     seen = view.value(held, node) if isinstance(held, fx.Node) else None
     call = view.call(seen)
-    cleared = call is not None and call.inplace and call.name in _CLEARS
-    filler = call.get("value", 0) if call is not None and cleared else held
+    cleared = call.inplace and call.name in _CLEARS
+    filler = call.get("value", 0) if cleared else held
     if view.const(filler, seen if cleared else node) != 0:
-        if call is not None and call.name in _SUMS:
+        if call.name in _SUMS:
             raise NoMatch("the accumulator holds other sums already: add all up at once", node)
         raise NoMatch("the accumulator does not start at zero", node)
 
@@ -158,8 +158,8 @@ def names_of(view: GraphView, node: fx.Node, before: fx.Node) -> tuple[fx.Node, 
 def _other_name(view: GraphView, node: fx.Node) -> fx.Node | None:
     """What a node is another name of: all of its input, cleared, of the same shape, or with no other reader."""
     call = view.call(node)
-    x: Any = None if call is None else call.get("input")
-    if call is None or not view.is_tensor(x):
+    x: Any = call.get("input")
+    if not view.is_tensor(x):
         return None
     if call.inplace:
         return x if call.name in _CLEARS else None

@@ -245,7 +245,7 @@ def _ways(
 def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
     """The ways to go on from a node: to what is contributions, too, if the node is."""
     call = view.call(node)
-    if call is None or call.get("rounding_mode"):
+    if call.get("rounding_mode"):
         return ()
     match call.name:
         case "mul":
@@ -433,6 +433,6 @@ def _varies(view: GraphView, w: Contributions, operand: fx.Node, reader: fx.Node
 def _by_query(view: GraphView, node: Any) -> bool:
     """Whether a look-up has an index of each row's own: gather, or an index of rows and columns."""
     call = view.call(node)
-    index = call.get("index") if call is not None else None
+    index = call.get("index")
     pairs = isinstance(index, tuple) and sum(map(view.is_tensor, index)) > 1
-    return pairs or (call is not None and call.name in ("gather", "take_along_dim"))
+    return pairs or call.name in ("gather", "take_along_dim")

@@ -94,7 +94,7 @@ def rows_of(view: GraphView, node: Any) -> Gather | None:
 
 def _lookup(view: GraphView, node: Any) -> Gather | None:
     call = view.call(node)
-    if call is None or call.inplace or not view.is_tensor(node):
+    if call.inplace or not view.is_tensor(node):
         return None
     table, items = _items(view, call)
     ids = [i for i in items if isinstance(i, fx.Node)]

@@ -18,7 +18,7 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, above, flat
 from ...graph.emit import Emitter, own_operator
 from ...graph.names import Call
-from ...graph.no_match import NoMatch
+from ...graph.no_match import NoMatch, if_matched
 from ...graph.values import progression
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, VIEWS
@@ -92,8 +92,8 @@ def _is_number(w: fx.Node) -> bool:
 def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     """The accumulation as posting lists, or None. Raises NoMatch where it nearly is."""
     call = view.call(node)
-    added = addition(view, node, call) if call is not None and view.is_tensor(node) else None
-    if added is None or call is None or added.how != "sum":
+    added = addition(view, node, call) if view.is_tensor(node) else None
+    if added is None or added.how != "sum":
         return None
     if not isinstance(added.scale, (int, float)) or added.axes[-1] != (added.docs,):
         return None
@@ -158,7 +158,7 @@ def _documents(view: GraphView, rows: Placed, shift: Any = None) -> _Documents |
     obstacle: NoMatch | None = None
     while (found := rows_of(view, x)) is None:
         call = view.call(x)
-        if call is None or call.inplace or view.value(x, reader) is not x:
+        if not call or call.inplace or view.value(x, reader) is not x:
             return None
         path = (*path, x)
         if call.name == "add" and call.get("alpha", 1) == 1 and shift is None and obstacle is None:
@@ -223,10 +223,7 @@ def _earlier(view: GraphView, node: fx.Node, call: Call) -> Postings | None:
     """The posting lists that the accumulator holds when `node` adds to it; None where it holds something else."""
     held = call["input"]
     seen = view.value(held, node) if view.is_tensor(held) else None
-    try:
-        found = None if seen is None else postings_of(view, seen)
-    except NoMatch:
-        return None
+    found = None if seen is None else if_matched(postings_of, view, seen)
     return found if found is not None and found.node is seen else None
 
 

@@ -65,7 +65,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
             return None
         reader = readers[0]
         call = view.call(reader)
-        if call is None or call.inplace or call.args.get("input") not in (node, *s.accumulator):
+        if call.inplace or call.get("input") not in (node, *s.accumulator):
             return None
         if call.name not in COPIES | _VIEWS:
             break
@@ -80,7 +80,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
     try:
         for one in reversed(path):
             call = view.call(one)
-            if call is not None and call.name not in COPIES:
+            if call.name not in COPIES:
                 axes = above(view, one, call, axes)
     except NoMatch:
         return None
@@ -105,7 +105,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
 
 def _selection(view: GraphView, node: fx.Node) -> Top | None:
     call = view.call(node)
-    if call is None or not isinstance(dim := call.get("dim", -1), int):
+    if not isinstance(dim := call.get("dim", -1), int):
         return None
     dim %= len(view.shape(call["input"]))
     if any(u.target is not operator.getitem or u.args[1] not in (0, 1) for u in node.users):
@@ -126,8 +126,7 @@ def _cut_sort(view: GraphView, node: fx.Node, dim: int) -> Top | None:
     cuts = [reader for part in node.users for reader in view.readers(part)]
     lengths = set()
     for cut in cuts:
-        call = view.call(cut)
-        found = None if call is None else part_of(view, call)
+        found = part_of(view, view.call(cut))
         if found is None or found[1] != dim or not isinstance(found[2], slice) or found[2].start:
             return None
         if view.read_by_strides(cut):
