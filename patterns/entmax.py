@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from sparse_inductor.example import example_of
+from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
@@ -149,9 +149,6 @@ class Entmax(Recogniser):
         )
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
 def sorted_sparsemax(z: torch.Tensor) -> torch.Tensor:
     """Martins & Astudillo, algorithm 1."""
     return sparsemax_and_support(z)[0]
@@ -191,7 +188,7 @@ def bisected(z: torch.Tensor, alpha: float, steps: int) -> torch.Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-_example = example_of(
+_examples = examples_of(
     lambda transform, training: (
         transform,
         ((torch.randn(3, 4, 9) * 2).requires_grad_(training),),
@@ -199,23 +196,17 @@ _example = example_of(
 )
 
 Entmax.examples = (
-    _example("sorted_sparsemax", sorted_sparsemax, True),
-    _example("sorted_entmax15", sorted_entmax15),
-    _example("bisection", lambda z: bisected(z, 1.25, 30)),
+    *_examples(True, sorted_sparsemax=sorted_sparsemax),
+    *_examples(sorted_entmax15=sorted_entmax15, bisection=lambda z: bisected(z, 1.25, 30)),
 )
 Entmax.near_misses = (
-    _example(
-        "few_steps",
-        lambda z: bisected(z, 1.5, 6),
-        reason="differs from entmax",
-    ),
-    _example(
-        "gradient_of_a_bisection",
-        lambda z: bisected(z, 1.5, 30),
+    *_examples(reason="differs from entmax", few_steps=lambda z: bisected(z, 1.5, 6)),
+    *_examples(
         True,
         "its gradient is not entmax's",
+        gradient_of_a_bisection=lambda z: bisected(z, 1.5, 30),
     ),
-    _example("support_returned", sparsemax_and_support, reason="also returned"),
+    *_examples(reason="also returned", support_returned=sparsemax_and_support),
 )
 
 PATTERN = Entmax()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparse_inductor.example import example_of
+from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.contraction import PRODUCTS
 from sparse_inductor.graph.emit import Emitter
@@ -89,9 +89,6 @@ def _rehearse(found: Attention) -> None:
         raise NoMatch(f"its layout cannot be followed ({error})", found.anchor) from None
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
 def sparsemax(z: torch.Tensor) -> torch.Tensor:
     """Martins & Astudillo, algorithm 1."""
     s, _ = torch.sort(z, dim=-1, descending=True)
@@ -107,47 +104,38 @@ def _inputs(attend: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any,
     return attend, (q, k, v, mask)
 
 
-_example = example_of(_inputs)
+_examples = examples_of(_inputs)
 
 EntmaxAttention.examples = (
-    _example("plain", lambda q, k, v, m: sparsemax(q @ k.mT / 8**0.5) @ v, True),
-    _example(
-        "padding",
-        lambda q, k, v, m: sparsemax((q @ k.mT * 0.35).masked_fill(~m, -1e9)) @ v,
+    *_examples(
         True,
+        plain=lambda q, k, v, m: sparsemax(q @ k.mT / 8**0.5) @ v,
+        padding=lambda q, k, v, m: sparsemax((q @ k.mT * 0.35).masked_fill(~m, -1e9)) @ v,
     ),
-    _example(
-        "causal",
-        lambda q, k, v, m: sparsemax(q @ k.mT + torch.full((6, 6), -torch.inf).triu(1)) @ v,
-    ),
-    _example(
-        "einsum",
-        lambda q, k, v, m: torch.einsum(
+    *_examples(
+        causal=lambda q, k, v, m: sparsemax(q @ k.mT + torch.full((6, 6), -torch.inf).triu(1)) @ v,
+        einsum=lambda q, k, v, m: torch.einsum(
             "bhij,bhjd->bihd", sparsemax(torch.einsum("bhid,bhjd->bhij", q, k)), v
         ),
     ),
 )
 EntmaxAttention.near_misses = (
-    _example(
-        "probabilities_returned",
-        lambda q, k, v, m: ((p := sparsemax(q @ k.mT)) @ v, p),
+    *_examples(
         reason="the probabilities are also returned",
+        probabilities_returned=lambda q, k, v, m: ((p := sparsemax(q @ k.mT)) @ v, p),
     ),
-    _example(
-        "dropout",
-        lambda q, k, v, m: torch.dropout(sparsemax(q @ k.mT), 0.1, True) @ v,
+    *_examples(
         True,
         "dropout is active",
+        dropout=lambda q, k, v, m: torch.dropout(sparsemax(q @ k.mT), 0.1, True) @ v,
     ),
-    _example(
-        "mask_afterwards",
-        lambda q, k, v, m: (sparsemax(q @ k.mT) * m) @ v,
+    *_examples(
         reason="changes the probabilities before they weigh the values",
+        mask_afterwards=lambda q, k, v, m: (sparsemax(q @ k.mT) * m) @ v,
     ),
-    _example(
-        "over_the_queries",
-        lambda q, k, v, m: sparsemax((q @ k.mT).mT).mT @ v,
+    *_examples(
         reason="normalised over another axis",
+        over_the_queries=lambda q, k, v, m: sparsemax((q @ k.mT).mT).mT @ v,
     ),
 )
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from sparse_inductor.example import Layers, example_of
+from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands
 from sparse_inductor.graph.contraction import PRODUCTS, Contraction, Operand, contraction
 from sparse_inductor.graph.emit import Emitter, own_operator
@@ -196,10 +196,7 @@ def _added_axes(
     return first, second
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
-_example = example_of(
+_examples = examples_of(
     lambda forward, training: (
         Layers(forward, decoder=nn.Linear(8, 24, bias=False)),
         (torch.randn(6, 24, requires_grad=training),),
@@ -244,15 +241,13 @@ def _fewer_rows(pre, decoder):
 
 
 GatheredDecode.examples = (
-    _example("summed", _summed, True),
-    _example("einsum", _einsum, True),
-    _example("matmul", _matmul),
-    _example("bags", _bags, True),
+    *_examples(True, summed=_summed, einsum=_einsum, bags=_bags),
+    *_examples(matmul=_matmul),
 )
 GatheredDecode.near_misses = (
-    _example("read_twice", _read_twice, reason="are read elsewhere"),
-    _example("several", _several, reason="summed up with several values"),
-    _example("fewer_rows", _fewer_rows, reason="has not one row for each column"),
+    *_examples(reason="are read elsewhere", read_twice=_read_twice),
+    *_examples(reason="summed up with several values", several=_several),
+    *_examples(reason="has not one row for each column", fewer_rows=_fewer_rows),
 )
 
 PATTERN = GatheredDecode()

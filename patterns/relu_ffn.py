@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
-from sparse_inductor.example import Layers, example_of
+from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_device, check_match, outside_no_grad
 from sparse_inductor.graph.contraction import PRODUCTS, contraction
 from sparse_inductor.graph.emit import Emitter, own_operator
@@ -322,16 +322,13 @@ def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
     return len(reading.branches) * math.prod(sizes) * y.dtype.itemsize
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
 def _block(forward: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
     gate, up = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False)
     block = Layers(forward, gate=gate, up=up, down=nn.Linear(24, 8))
     return block, (torch.randn(2, 6, 8, requires_grad=training),)
 
 
-_example = example_of(_block)
+_examples = examples_of(_block)
 
 
 def _with_l1(x, gate, up, down):
@@ -345,29 +342,31 @@ def _returned(x, gate, up, down):
 
 
 ReluFfn.examples = (
-    _example("llama", lambda x, gate, up, down: down(F.relu(gate(x)) * up(x))),
-    _example("llama_train", lambda x, gate, up, down: down(up(x) * torch.relu(gate(x))), True),
-    _example("squared", lambda x, gate, up, down: down(F.relu(up(x)).square())),
-    _example("drelu", lambda x, gate, up, down: down(F.relu(gate(x)) * F.relu(up(x)))),
-    _example("threshold", lambda x, gate, up, down: down(F.threshold(gate(x), 0.1, 0.0) * up(x))),
-    _example("l1_in_the_loss", _with_l1, True),
+    *_examples(
+        llama=lambda x, gate, up, down: down(F.relu(gate(x)) * up(x)),
+        squared=lambda x, gate, up, down: down(F.relu(up(x)).square()),
+        drelu=lambda x, gate, up, down: down(F.relu(gate(x)) * F.relu(up(x))),
+        threshold=lambda x, gate, up, down: down(F.threshold(gate(x), 0.1, 0.0) * up(x)),
+    ),
+    *_examples(
+        True,
+        llama_train=lambda x, gate, up, down: down(up(x) * torch.relu(gate(x))),
+        l1_in_the_loss=_with_l1,
+    ),
 )
 ReluFfn.near_misses = (
-    _example("returned", _returned, reason="also returned"),
-    _example(
-        "leaky",
-        lambda x, gate, up, down: down(F.leaky_relu(up(x))),
+    *_examples(reason="also returned", returned=_returned),
+    *_examples(
         reason="no factor is zero below some number",
+        leaky=lambda x, gate, up, down: down(F.leaky_relu(up(x))),
     ),
-    _example(
-        "norm_between",
-        lambda x, gate, up, down: down(F.layer_norm(F.relu(up(x)), (24,))),
+    *_examples(
         reason="layer_norm after the linear",
+        norm_between=lambda x, gate, up, down: down(F.layer_norm(F.relu(up(x)), (24,))),
     ),
-    _example(
-        "sum",
-        lambda x, gate, up, down: down(F.relu(gate(x)) + up(x)),
+    *_examples(
         reason="add combines two tensors",
+        sum=lambda x, gate, up, down: down(F.relu(gate(x)) + up(x)),
     ),
 )
 

@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx, nn
 
-from sparse_inductor.example import Layers, example_of
+from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
@@ -152,10 +152,7 @@ def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Nod
     return tuple(sorted(nodes, key=view.order.__getitem__))
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
-_example = example_of(
+_examples = examples_of(
     lambda forward, training: (
         Layers(forward, decoder=nn.Linear(24, 8)),
         (torch.randn(2, 6, 24, requires_grad=training),),
@@ -212,16 +209,14 @@ def _more_rows(pre, decoder):
 
 
 SparseDecode.examples = (
-    _example("scatter", _scatter),
-    _example("in_place", _in_place, True),
-    _example("assigned_by_row", _assigned_by_row, True),
-    _example("unit_rows", _unit_rows, True),
+    *_examples(scatter=_scatter),
+    *_examples(True, in_place=_in_place, assigned_by_row=_assigned_by_row, unit_rows=_unit_rows),
 )
 SparseDecode.near_misses = (
-    _example("sorted", _sorted, reason="not those of a topk"),
-    _example("into_ones", _into_ones, reason="is not zero"),
-    _example("without_gradient", _without_gradient, True, reason="no gradient goes through"),
-    _example("more_rows", _more_rows, reason="only some rows have entries"),
+    *_examples(reason="not those of a topk", sorted=_sorted),
+    *_examples(reason="is not zero", into_ones=_into_ones),
+    *_examples(True, "no gradient goes through", without_gradient=_without_gradient),
+    *_examples(reason="only some rows have entries", more_rows=_more_rows),
 )
 
 PATTERN = SparseDecode()

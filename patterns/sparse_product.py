@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from sparse_inductor.example import Layers, example_of
+from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
@@ -146,9 +146,6 @@ def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
     return match
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
 def _autoencoder(forward: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
     """Of the encoder only the bias learns, so that there is one rewrite."""
     encoder = nn.Linear(4, 28)
@@ -156,7 +153,7 @@ def _autoencoder(forward: Callable[..., Any], training: bool) -> tuple[Any, tupl
     return Layers(forward, encoder=encoder, decoder=nn.Linear(28, 4)), (torch.randn(2, 6, 4),)
 
 
-_example = functools.partial(example_of(_autoencoder), training=True)
+_examples = functools.partial(examples_of(_autoencoder), True)
 
 
 def _returned(x, encoder, decoder):
@@ -197,16 +194,17 @@ def _outputs_between(x, encoder, decoder):
     return torch.einsum("bsn,en->bes", f, decoder.weight), f
 
 
-SparseProduct.examples = (
-    _example("returned", _returned),
-    _example("bounded_penalty", _bounded_penalty),
-    _example("largest_of_the_batch", _largest_of_the_batch),
-    _example("above_a_threshold_of_the_batch", _above_a_threshold_of_the_batch),
+SparseProduct.examples = _examples(
+    returned=_returned,
+    bounded_penalty=_bounded_penalty,
+    largest_of_the_batch=_largest_of_the_batch,
+    above_a_threshold_of_the_batch=_above_a_threshold_of_the_batch,
 )
 SparseProduct.near_misses = (
-    _example("over_the_tokens", _over_the_tokens, reason="does not sum over the last axis"),
-    _example("outputs_first", _outputs_first, reason="not along the last axis"),
-    _example("outputs_between", _outputs_between, reason="not along the last axis"),
+    *_examples("does not sum over the last axis", over_the_tokens=_over_the_tokens),
+    *_examples(
+        "not along the last axis", outputs_first=_outputs_first, outputs_between=_outputs_between
+    ),
 )
 
 PATTERN = SparseProduct()

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import fx, nn
 
 from sparse_inductor import compat
+from sparse_inductor.example import examples_of
 from sparse_inductor.graph.axes import flat, fresh
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
@@ -32,7 +34,7 @@ from sparse_inductor.match.scoring.contributions import ROWS, OfRows, contributi
 from sparse_inductor.match.scoring.postings import Postings, postings_of
 from sparse_inductor.match.scoring.scored import Scored
 from sparse_inductor.match.scoring.topk import Top, top_of
-from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.pattern import Miss
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.unrest import Unrest, unrest_of
 from sparse_inductor.policy.worth import Worth
@@ -250,79 +252,51 @@ def _documents_first(view: GraphView, s: Scored, top: Top | None) -> bool:
     return bool(readers) and all(view.name_of(r) in REORDERS for r in readers)
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
-class _Collection(torch.nn.Module):
-    def __init__(self, score: Callable[..., Any], learnt: bool = False):
+class _Collection(nn.Module):
+    def __init__(self, score: Callable[..., Any]):
         super().__init__()
-        g = torch.Generator().manual_seed(0)
-        self.register_buffer("ids", torch.randint(0, 30, (20, 6), generator=g))
-        values = torch.rand(20, 6, generator=g)
-        if learnt:
-            self.values = torch.nn.Parameter(values)
-        else:
-            self.register_buffer("values", values)
+        self.register_buffer("ids", torch.randint(0, 30, (20, 6)))
+        self.register_buffer("values", torch.rand(20, 6))
         self.register_buffer("rows", torch.arange(20).repeat_interleave(6))
+        self.learnt = nn.Parameter(torch.rand(20, 6))
         self.score = score
 
     def forward(self, q: torch.Tensor) -> Any:
         return self.score(self, q)
 
 
-def _example(
-    name: str,
-    score: Callable[..., Any],
-    batch: bool = True,
-    training: bool = False,
-    reason: str = "",
-    learnt: bool = False,
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        g = torch.Generator().manual_seed(1)
-        q = torch.rand((3, 30) if batch else (30,), generator=g)
-        return _Collection(score, learnt), (q.requires_grad_(training),)
-
-    return Example(name, build, training, reason)
-
+_examples = examples_of(
+    lambda score, training: (_Collection(score), (torch.rand(3, 30, requires_grad=training),))
+)
+_of_one_query = examples_of(lambda score, training: (_Collection(score), (torch.rand(30),)))
 
 SparseScores.examples = (
-    _example("padded", lambda c, q: (q[:, c.ids] * c.values).sum(-1).topk(5)),
-    _example("padded_train", lambda c, q: (q[:, c.ids] * c.values).sum(-1), training=True),
-    _example("einsum", lambda c, q: torch.einsum("bnl,nl->bn", q[:, c.ids], c.values)),
-    _example(
-        "row_ids",
-        lambda c, q: (
-            q.new_zeros(20).index_add(0, c.rows, q[c.ids.flatten()] * c.values.flatten()).topk(5)
-        ),
-        batch=False,
-    ),
-    _example(
-        "embedding_bag",
-        lambda c, q: torch.nn.functional.embedding_bag(
+    *_examples(
+        padded=lambda c, q: (q[:, c.ids] * c.values).sum(-1).topk(5),
+        einsum=lambda c, q: torch.einsum("bnl,nl->bn", q[:, c.ids], c.values),
+        embedding_bag=lambda c, q: F.embedding_bag(
             c.ids, q.t(), mode="sum", per_sample_weights=c.values
         ).t(),
     ),
+    *_examples(True, padded_train=lambda c, q: (q[:, c.ids] * c.values).sum(-1)),
+    *_of_one_query(
+        row_ids=lambda c, q: (
+            q.new_zeros(20).index_add(0, c.rows, q[c.ids.flatten()] * c.values.flatten()).topk(5)
+        )
+    ),
 )
 SparseScores.near_misses = (
-    _example("best_term", lambda c, q: (q[:, c.ids] * c.values).amax(-1), reason="no sum"),
-    _example(
-        "prior",
-        lambda c, q: q.new_ones(20).index_add(0, c.rows, q[c.ids.flatten()] * c.values.flatten()),
-        batch=False,
+    *_examples(reason="no sum", best_term=lambda c, q: (q[:, c.ids] * c.values).amax(-1)),
+    *_of_one_query(
         reason="does not start at zero",
+        prior=lambda c, q: q.new_ones(20).index_add(
+            0, c.rows, q[c.ids.flatten()] * c.values.flatten()
+        ),
     ),
-    _example(
-        "learnt",
-        lambda c, q: (q[:, c.ids] * c.values).sum(-1),
-        training=True,
-        reason="are learnt",
-        learnt=True,
-    ),
-    _example(
-        "message_passing",
-        lambda c, x: (x[c.ids % 3] * c.values[..., None]).sum(1),
+    *_examples(True, "are learnt", learnt=lambda c, q: (q[:, c.ids] * c.learnt).sum(-1)),
+    *_examples(
         reason="rows of features",
+        message_passing=lambda c, x: (x[c.ids % 3] * c.values[..., None]).sum(1),
     ),
 )
 

@@ -23,7 +23,7 @@ from torch import fx, nn
 from sparse_inductor.epilogue.functions import Interval
 from sparse_inductor.epilogue.ranges import prove, shared_bounds, steep, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
-from sparse_inductor.example import example_of
+from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
@@ -323,9 +323,6 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     )  # a peak (fp32) and a winning position (int16) for each entry
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
 class _Head(nn.Module):
     def __init__(self, pool: Callable[..., Any]):
         super().__init__()
@@ -342,48 +339,38 @@ def _head(pool: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...
     return _Head(pool), (torch.randn(2, 6, 8, requires_grad=training), mask)
 
 
-_example = example_of(_head)
+_examples = examples_of(_head)
 
 SpladeHead.examples = (
-    _example("splade", lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).amax(1)),
-    _example(
-        "splade_train",
-        lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).max(1).values,
+    *_examples(
+        splade=lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).amax(1),
+        tevatron=lambda z, m: torch.log1p(torch.relu((z + (1 - m.unsqueeze(-1)) * -1e4).max(1)[0])),
+        masked_fill=lambda z, m: (
+            z.relu().log1p().masked_fill(m[..., None] == 0, float("-inf")).amax(1)
+        ),
+        soft_cap=lambda z, m: ((torch.tanh(z / 30) * 30).relu().log1p() * m[..., None]).amax(1),
+        term_positions=lambda z, m: torch.max(torch.log1p(torch.relu(z)) * m[..., None], dim=1),
+    ),
+    *_examples(
         True,
-    ),
-    _example(
-        "tevatron",
-        lambda z, m: torch.log1p(torch.relu((z + (1 - m.unsqueeze(-1)) * -1e4).max(1)[0])),
-    ),
-    _example(
-        "masked_fill",
-        lambda z, m: z.relu().log1p().masked_fill(m[..., None] == 0, float("-inf")).amax(1),
-    ),
-    _example(
-        "soft_cap", lambda z, m: ((torch.tanh(z / 30) * 30).relu().log1p() * m[..., None]).amax(1)
-    ),
-    _example(
-        "term_positions", lambda z, m: torch.max(torch.log1p(torch.relu(z)) * m[..., None], dim=1)
+        splade_train=lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).max(1).values,
     ),
 )
 SpladeHead.near_misses = (
-    _example(
-        "logits_returned",
-        lambda z, m: ((z.relu().log1p() * m[..., None]).amax(1), z),
+    *_examples(
         reason="also returned",
+        logits_returned=lambda z, m: ((z.relu().log1p() * m[..., None]).amax(1), z),
     ),
-    _example(
-        "sum_pooling", lambda z, m: (z.relu().log1p() * m[..., None]).sum(1), reason="sum pooling"
+    *_examples(
+        reason="sum pooling", sum_pooling=lambda z, m: (z.relu().log1p() * m[..., None]).sum(1)
     ),
-    _example(
-        "not_monotone",
-        lambda z, m: (torch.sin(z).relu().log1p() * m[..., None]).amax(1),
+    *_examples(
         reason="sin is not monotone",
+        not_monotone=lambda z, m: (torch.sin(z).relu().log1p() * m[..., None]).amax(1),
     ),
-    _example(
-        "over_the_batch",
-        lambda z, m: (z.relu().log1p() * m[..., None]).amax(0),
+    *_examples(
         reason="over the batch",
+        over_the_batch=lambda z, m: (z.relu().log1p() * m[..., None]).amax(0),
     ),
 )
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from sparse_inductor.epilogue.steps import Step
-from sparse_inductor.example import Layers, example_of
+from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements
@@ -193,10 +193,7 @@ def _encoder(view: GraphView, source: fx.Node, reader: fx.Node) -> tuple[Chain, 
     return (chain, scores) if fake(scores).dtype.is_floating_point else None
 
 
-# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
-
-
-_example = example_of(
+_examples = examples_of(
     lambda forward, training: (
         Layers(forward, encoder=nn.Linear(8, 24)),
         (torch.randn(2, 6, 8, requires_grad=training),),
@@ -222,23 +219,23 @@ def _without_gradient(x, encoder):
 
 
 TopkEncode.examples = (
-    _example("topk", lambda x, encoder: encoder(x).topk(4, dim=-1)),
-    _example("rectified", lambda x, encoder: F.relu(encoder(x)).topk(2)[0], True),
-    _example("written_out", _written_out, True),
-    _example("by_norms", _by_norms, True),
+    *_examples(topk=lambda x, encoder: encoder(x).topk(4, dim=-1)),
+    *_examples(
+        True,
+        rectified=lambda x, encoder: F.relu(encoder(x)).topk(2)[0],
+        written_out=_written_out,
+        by_norms=_by_norms,
+    ),
 )
 TopkEncode.near_misses = (
-    _example(
-        "smallest",
-        lambda x, encoder: encoder(x).topk(4, largest=False),
+    *_examples(
         reason="takes the smallest",
+        smallest=lambda x, encoder: encoder(x).topk(4, largest=False),
     ),
-    _example(
-        "along_tokens",
-        lambda x, encoder: encoder(x).topk(4, dim=1),
-        reason="not along the outputs",
+    *_examples(
+        reason="not along the outputs", along_tokens=lambda x, encoder: encoder(x).topk(4, dim=1)
     ),
-    _example("without_gradient", _without_gradient, True, reason="no gradient goes through"),
+    *_examples(True, "no gradient goes through", without_gradient=_without_gradient),
 )
 
 PATTERN = TopkEncode()

@@ -1,4 +1,8 @@
-"""Programs for the examples of a pattern: a function of some layers and of inputs, always the same ones."""
+"""Programs for the examples of a pattern: a function of some layers and of inputs, always the same ones.
+
+A pattern's file ends in them: what is rewritten, and what is declined and why, as people write it. Tests and
+documentation are built from these.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import nn
 
 from .pattern import Example
 
-__all__ = ["Layers", "example_of"]
+__all__ = ["Layers", "examples_of"]
 
 Program = Callable[..., Any]
 
@@ -28,19 +32,25 @@ class Layers(nn.Module):
         return self._forward(*inputs, *self.children())
 
 
-def example_of(
+def examples_of(
     make: Callable[[Program, bool], tuple[Program, tuple[Any, ...]]],
-) -> Callable[..., Example]:
-    """What makes an `Example` of a name, a function, whether it is one of training, and a reason.
+) -> Callable[..., tuple[Example, ...]]:
+    """What makes an `Example` of each function that it is given, under its keyword: of training or not, and with the
+    reason why it is declined, if it is.
 
     make(function, training): what is compiled, and its arguments; numbers are drawn with the same seed each time.
     """
 
-    def example(name: str, function: Program, training: bool = False, reason: str = "") -> Example:
+    def example(name: str, function: Program, training: bool, reason: str) -> Example:
         def build() -> tuple[Program, tuple[Any, ...]]:
             torch.manual_seed(0)
             return make(function, training)
 
         return Example(name, build, training, reason)
 
-    return example
+    def examples(
+        training: bool = False, reason: str = "", **functions: Program
+    ) -> tuple[Example, ...]:
+        return tuple(example(n, function, training, reason) for n, function in functions.items())
+
+    return examples
