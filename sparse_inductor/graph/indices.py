@@ -42,11 +42,6 @@ def is_full(item: Any) -> bool:
     return item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None))
 
 
-def only_new_axes(index: Any) -> bool:
-    """Whether an index takes everything."""
-    return all(map(is_full, items_of(index)))
-
-
 def only_slices(index: Any) -> bool:
     """Whether an index takes elements in their order."""
     return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items_of(index))

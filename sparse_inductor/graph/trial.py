@@ -15,7 +15,7 @@ from torch import fx
 
 from .. import compat
 from .fakes import attribute, fake, same_size, static_size
-from .names import stored
+from .names import is_plain, stored
 from .view import GraphView
 
 _MAX_NODES = 4000  # a bisection of 60 steps has about 600
@@ -89,10 +89,7 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
     if name.strip("_") in _RANDOM:
         call = view.call(node)
         return call.name == "dropout" and call.get("training", True) is False
-    module = getattr(target, "__module__", "") or ""
-    return node.op == "call_method" or module.split(".")[0] in (
-        "torch", "_operator", "builtins", "math", "", "entmax", "sparse_inductor",
-    )  # fmt: skip
+    return node.op == "call_method" or is_plain(target)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -232,17 +232,11 @@ def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
 def matched_nodes(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
     """The nodes in graph order, with those that only read the shape or dtype of one of them and serve no one else."""
     taken = set(nodes)
-    grown = True
-    while grown:
-        grown = False
-        for node in list(taken):
-            for user in node.users:
-                if (
-                    user not in taken
-                    and user.users
-                    and view.name_of(user) in CONSTANT_LIKE
-                    and all(u in taken for u in user.users)
-                ):
-                    taken.add(user)
-                    grown = True
+    queue = [*taken]
+    while queue:
+        for user in queue.pop().users:
+            serves = view.name_of(user) in CONSTANT_LIKE and user.users and user not in taken
+            if serves and taken.issuperset(user.users):
+                taken.add(user)
+                queue += [user, *(n for n in user.all_input_nodes if n in taken)]
     return tuple(sorted(taken, key=view.order.__getitem__))

@@ -15,7 +15,7 @@ from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
 from .modes import changes_grad_mode, modes_by_node, modes_now
-from .names import NO_CALL, Call, canonical, name_of, stored
+from .names import NO_CALL, Call, canonical, is_plain, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
@@ -30,7 +30,6 @@ _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argu
 _SAME_NUMBER = SHAPE_OPS | COPIES | {"cast", "detach", "repeat"}
 _FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
 _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
-_PURE_MODULES = ("torch", "_operator", "math", "builtins")
 
 
 def label(node: fx.Node) -> str:
@@ -341,10 +340,5 @@ def _impure(node: fx.Node) -> bool:
         return False
     if compat.is_overload(node.target):
         return bool(compat.schema(node.target).is_mutable)
-    module = getattr(node.target, "__module__", "") or ""
-    return (
-        module.split(".")[0] not in _PURE_MODULES
-        or node.is_impure()  # an assertion
-        or changes_grad_mode(node)
-        or "autocast" in node.name
-    )
+    modes = changes_grad_mode(node) or "autocast" in node.name
+    return modes or not is_plain(node.target) or node.is_impure()  # an assertion

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx
 
 from ...epilogue.steps import Step
-from ...graph.batch_norm import normalised
 from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
@@ -26,7 +26,7 @@ from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 from .comparisons import conditions, edge, gated, is_comparison
-from .epilogue_chain import Element, EpilogueChain, Fill, Term, summed
+from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term, summed
 
 _MAX_DEPTH = 64
 
@@ -197,9 +197,17 @@ class BackwardWalk:
         return epilogue.then(Element(self.node, shape_op=self.call, extra=(x,)))
 
     def _batch_norm(self) -> EpilogueChain:
-        factor, shift = normalised(self.view, self.node, self.call)
-        terms = Term("mul", factor), Term("add", shift)
-        return self.up(self.call["input"]).then(Element(self.node, terms))
+        """With statistics from elsewhere: a factor and a term of every entry of axis 1."""
+        call, node = self.call, self.node
+        if node.target is not F.batch_norm:  # torch's own takes its arguments in another order
+            raise self.decline("batch_norm that is not torch.nn.functional's")
+        mean, variance = call["running_mean"], call["running_var"]
+        if call.get("training", False) or mean is None or variance is None:
+            raise self.decline("batch_norm with the statistics of the batch itself")
+        eps = number(self.view, node, call, "eps", 1e-5)
+        of = mean, variance, call.get("weight"), call.get("bias"), eps
+        terms = Term("mul", Normalised(*of, shift=False)), Term("add", Normalised(*of, shift=True))
+        return self.up(call["input"]).then(Element(node, terms))
 
     # Two operands
 

@@ -21,7 +21,6 @@ from torch import fx
 from ...epilogue.functions import REALS, Interval
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Program, Step, simplified
-from ...graph.batch_norm import Normalised
 from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
@@ -31,7 +30,7 @@ from ...graph.selection import Assigned
 from ...graph.shapes import Move, move
 from ...graph.values import extreme, not_negative
 from ...graph.view import GraphView, fake, label, same_size, static_size
-from .epilogue_chain import Element, EpilogueChain, Fill, Term
+from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term
 from .kinds import Frame, Kind, kind_of
 from .terms import Pair, applied, prepared, raised, scaled, selected, widened
 

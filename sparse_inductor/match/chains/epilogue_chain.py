@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from ...epilogue.steps import Step
-from ...graph.batch_norm import Normalised
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.names import Call
@@ -35,6 +34,32 @@ class Fill:
 
     def nodes(self) -> list[fx.Node]:
         return [self.mask, self.value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalised:
+    """What batch normalisation with statistics from elsewhere multiplies axis 1 by, or (`shift`) adds to it."""
+
+    mean: fx.Node
+    variance: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    eps: float
+    shift: bool
+
+    def nodes(self) -> list[fx.Node]:
+        found = (self.mean, self.variance, self.weight, self.bias)
+        return [n for n in found if n is not None]
+
+    def emit(self, e: Emitter) -> fx.Node:
+        """[V]"""
+        factor = e.call(torch.rsqrt, e.call(operator.add, self.variance, self.eps))
+        if self.weight is not None:
+            factor = e.call(operator.mul, factor, self.weight)
+        if not self.shift:
+            return factor
+        shift = e.call(operator.mul, e.call(operator.neg, self.mean), factor)
+        return shift if self.bias is None else e.call(operator.add, shift, self.bias)
 
 
 @dataclasses.dataclass(frozen=True)

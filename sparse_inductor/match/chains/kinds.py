@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
-from ...graph.batch_norm import Normalised
 from ...graph.indices import is_full
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned
@@ -14,7 +13,7 @@ from ...graph.values import uniform
 from ...graph.view import GraphView, label, same_size
 from .backward_walk import walk_back
 from .comparisons import is_comparison, unwrapped
-from .epilogue_chain import Fill
+from .epilogue_chain import Fill, Normalised
 from .family import above
 
 Kind = Literal["row", "column", "entry"]
