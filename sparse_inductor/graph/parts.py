@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from .axes import Atom, regrouped
 from .indices import taken
 from .names import Call
+from .no_match import if_matched
 from .shapes import order_of
-from .view import GraphView, same_size, same_sizes, static_size
+from .view import GraphView, same_size, static_size
 from .vocabulary import COPIES, REGROUPS
 
 
@@ -92,26 +94,19 @@ def _split_and_taken(view: GraphView, node: fx.Node, call: Call) -> Detour | Non
     if view.value(x, extra[-1] if extra else node) is not x or not view.is_tensor(split["input"]):
         return None
     before, after = view.shape(split["input"]), view.shape(x)
-    if len(after) != len(before) + 1:
+    atoms = [Atom(size) for size in after]
+    axes = if_matched(regrouped, before, after, [(atom,) for atom in atoms], x) or []
+    axis = next((d for d, axis in enumerate(axes) if len(axis) == 2 and atoms[dim] in axis), None)
+    if axis is None or len(after) != len(before) + 1:
         return None
-    for axis in (dim, dim - 1):  # the axis that was split: its halves are `axis` and `axis + 1` now
-        if not 0 <= axis < len(before):
-            continue
-        halves = after[axis], after[axis + 1]
-        rest = (*after[:axis], *after[axis + 2 :])
-        others = (*before[:axis], *before[axis + 1 :])
-        if not all(type(s) is int for s in (*halves, before[axis])) or before[axis] == 1:
-            continue
-        if halves[0] * halves[1] != before[axis] or not same_sizes(rest, others):
-            continue
-        at = index % after[dim]
-        if dim == axis:
-            part = {"start": at * halves[1], "end": (at + 1) * halves[1], "step": 1}
-        else:
-            part = {"start": at, "end": before[axis], "step": halves[1]}
-        part["dim"], source = axis, split["input"]
-        return Detour(source, (*extra, x), Call("slice", {"input": source, **part}))
-    return None
+    outer, inner = axes[axis]
+    if not all(type(a.size) is int for a in (outer, inner)):
+        return None
+    at, size = index % after[dim], inner.size
+    rows = slice(at * size, (at + 1) * size, 1)
+    rows = rows if atoms[dim] is outer else slice(at, before[axis], size)
+    part = {"dim": axis, "start": rows.start, "end": rows.stop, "step": rows.step}
+    return Detour(split["input"], (*extra, x), Call("slice", {"input": split["input"], **part}))
 
 
 def _untaken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
