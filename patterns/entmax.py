@@ -9,9 +9,6 @@ take. Sources: Peters et al. 2019 (entmax); Correia et al. 2019 (the gradient of
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 
 import torch
@@ -19,97 +16,20 @@ from torch import fx
 
 from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
-from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
+from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.saved import for_the_caller
-from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
-from sparse_inductor.match.chains.terms import widened
 from sparse_inductor.match.entmax.form import ENDS, ends_here
 from sparse_inductor.match.entmax.leaves import show_entmax
-from sparse_inductor.match.entmax.transform import (
-    LEAVES,
-    NOT_ENTMAX,
-    Transform,
-    given_alpha,
-    transform,
-)
-from sparse_inductor.pattern import Miss, Sparse
+from sparse_inductor.match.entmax.transform import LEAVES, NOT_ENTMAX, Transform, transform
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
-NAME = "entmax"
-OP = "sparse_inductor::entmax"
+NAME, OP = Transform.pattern, Transform.op
 
 # Calls that sort, the package's and those of its Functions, of which copies have the same.
 _SORTED = frozenset("entmax15 sparsemax autograd_function_apply getitem".split())
-
-
-@dataclasses.dataclass
-class RowsMatch:
-    """A recognised transformation, ready to be replaced."""
-
-    found: Transform
-    view: GraphView
-    pattern, op = NAME, OP
-
-    @functools.cached_property
-    def matched_nodes(self) -> tuple[fx.Node, ...]:
-        return matched_nodes(self.view, self.found.nodes)
-
-    @property
-    def anchor(self) -> fx.Node:
-        return self.found.node
-
-    @property
-    def inputs(self) -> tuple[fx.Node, ...]:
-        return self.found.inputs
-
-    @property
-    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        return tuple((t, self.found.reader) for t in self.inputs)
-
-    @property
-    def settled(self) -> tuple[fx.Node, ...]:
-        return self.found.settled
-
-    @property
-    def sparse(self) -> tuple[Sparse, ...]:
-        return (self.found.sparse,)
-
-    @property
-    def bytes_saved(self) -> int | None:
-        """What a training step keeps beside the probabilities: nothing for a call of the package, else the sorted
-        scores, their sums and whatever else the formula has; counted as one tensor each."""
-        if not self.view.needs_grad(self.found.source):
-            return 0
-        kept = [bytes_of(n) for n in self.found.nodes[:-1] if self.view.requires_grad(n)]
-        return None if None in kept else sum(b for b in kept if b is not None)
-
-    @property
-    def note(self) -> str:
-        return self.found.described(f"dim {self.found.dim}")
-
-    def replace(self) -> None:
-        found, e = self.found, Emitter(self.anchor)
-        wanted = fake(self.anchor).dtype
-        # A wider alpha, or a cast on the way, makes the program compute in its precision.
-        source = e.cast(found.source, torch.promote_types(fake(found.source).dtype, wanted))
-        if found.scale != 1:
-            source = widened(e, source)
-            top = e.method("detach", e.method("amax", source, found.dim, True))
-            # less their maximum, so that what is filled in cannot overflow
-            source = e.call(operator.mul, e.call(operator.sub, source, top), found.scale)
-        alpha, number = given_alpha(e, found.alpha, source)
-        given = (source, alpha, number, found.dim)
-        given += (found.undefined,) if found.undefined else ()
-        p = e.call(own_operator("entmax"), *given)
-        p = e.cast(p, wanted)
-        if found.written_out:  # entmax's functions save their results themselves
-            p = for_the_caller(self.view, e, self.anchor, p)
-        self.anchor.replace_all_uses_with(p)
 
 
 class Entmax(Recogniser):
@@ -123,11 +43,8 @@ class Entmax(Recogniser):
     def setup(self) -> Callable[[], None]:
         return show_entmax()
 
-    def _match(self, node: fx.Node, view: GraphView) -> RowsMatch | Miss | None:
-        name = view.name_of(node)
-        if view.function_body:
-            return None
-        if name in ENDS and not ends_here(view, node):
+    def _match(self, node: fx.Node, view: GraphView) -> Transform | None:
+        if view.function_body or (view.name_of(node) in ENDS and not ends_here(view, node)):
             return None
         found = transform(view, node)
         if found is None:
@@ -135,16 +52,16 @@ class Entmax(Recogniser):
         check_device(node)
         if not view.dtype(found.source).is_floating_point:
             raise NoMatch(f"the scores are {view.dtype(found.source)}", node)
-        return RowsMatch(found, view)
+        return found
 
-    def worth(self, match: RowsMatch, view: GraphView) -> Worth:
-        source = fake(match.found.source)
+    def worth(self, match: Transform, view: GraphView) -> Worth:
+        source = fake(match.source)
         return look_up(
             NAME,
             source.device,
             elements=expected_elements(source.shape),
-            columns=expected(source.shape[match.found.dim]),
-            sorts=view.name_of(match.found.node) in _SORTED,
+            columns=expected(source.shape[match.dim]),
+            sorts=view.name_of(match.node) in _SORTED,
             training=int(source.requires_grad),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import fx
 
 from planted.bug import Bug, Plant, Program, instead, result
 from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.match.entmax.transform import Transform
 from sparse_inductor.ops import _entmax_aten as aten
 
-RowsMatch = importlib.import_module("sparse_inductor.patterns.entmax").RowsMatch
 PATTERN = "entmax"
 N = 6  # rows and columns alike, so that a wrong dimension is no wrong shape
 
@@ -47,10 +46,9 @@ def _found(change: Callable[[Emitter, Any], dict[str, Any]]) -> Plant:
 
     def wrong(replace: Callable[..., None], self: Any) -> None:
         e = Emitter(self.anchor)
-        self.found = dataclasses.replace(self.found, **change(e, self.found))
-        replace(self)
+        replace(dataclasses.replace(self, **change(e, self)))
 
-    return instead(RowsMatch, "replace", wrong)
+    return instead(Transform, "replace", wrong)
 
 
 def _unmasked(e: Emitter, found: Any) -> dict[str, Any]:

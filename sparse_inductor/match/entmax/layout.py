@@ -93,7 +93,7 @@ class Attention:
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
-        return (self.found.sparse,)
+        return self.found.sparse
 
     @property
     def bytes_saved(self) -> int | None:

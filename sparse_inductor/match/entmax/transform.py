@@ -11,6 +11,7 @@ the gradient in training, are tried on concrete rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from typing import Any
@@ -19,14 +20,16 @@ import torch
 from torch import fx
 
 from ...graph.axes import flat, fresh, originals
-from ...graph.emit import Emitter
-from ...graph.fakes import attribute
+from ...graph.emit import Emitter, own_operator
+from ...graph.fakes import attribute, bytes_of
 from ...graph.no_match import NoMatch, remembered
+from ...graph.saved import for_the_caller
 from ...graph.trial import Region, region
-from ...graph.values import rounds
+from ...graph.values import matched_nodes, rounds
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, SPREADS
 from ...pattern import Sparse
+from ..chains.terms import widened
 from .form import ENDS, Candidate, Form, form, unshifted
 from .trial import Trial
 
@@ -47,23 +50,26 @@ _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """probabilities = entmax(scale * source, alpha, dim)
+    """probabilities = entmax(scale * source, alpha, dim), as a match of the pattern, or a part of an attention.
 
     node: the probabilities. source: the scores as they are read by `reader`. alpha: a number, or a tensor that
     broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
-    note: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
+    how: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
     settled: of the nodes, those whose gradient as a whole is known to be the operator's.
     undefined: what becomes of a row without a largest score (`ops.entmax`). written_out: it is made of operations,
     which do not save its result, rather than a call of the package.
     """
 
+    pattern, op = "entmax", "sparse_inductor::entmax"
+
+    view: GraphView
     node: fx.Node
     source: fx.Node
     reader: fx.Node
     dim: int
     alpha: float | fx.Node
     nodes: tuple[fx.Node, ...]
-    note: str = ""
+    how: str = ""
     scale: float = 1.0
     settled: tuple[fx.Node, ...] = ()
     undefined: str = ""
@@ -74,15 +80,57 @@ class Transform:
         return (self.source, self.alpha) if isinstance(self.alpha, fx.Node) else (self.source,)
 
     @property
-    def sparse(self) -> Sparse:
-        return Sparse("probabilities", self.node, self.dim)
+    def anchor(self) -> fx.Node:
+        return self.node
+
+    @functools.cached_property
+    def matched_nodes(self) -> tuple[fx.Node, ...]:
+        return matched_nodes(self.view, self.nodes)
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        return tuple((t, self.reader) for t in self.inputs)
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        return (Sparse("probabilities", self.node, self.dim),)
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """What a training step keeps beside the probabilities: nothing for a call of the package, else the sorted
+        scores, their sums and whatever else the formula has; counted as one tensor each."""
+        if not self.view.needs_grad(self.source):
+            return 0
+        kept = [bytes_of(n) for n in self.nodes[:-1] if self.view.requires_grad(n)]
+        return None if None in kept else sum(b for b in kept if b is not None)
+
+    @property
+    def note(self) -> str:
+        return self.described(f"dim {self.dim}")
 
     def described(self, *more: str) -> str:
         """What a record says of it."""
         alpha = "is a tensor" if isinstance(self.alpha, fx.Node) else f"{self.alpha:g}"
         scaled = () if self.scale == 1 else (f"scores times {self.scale:g}",)
         text = ", ".join((f"alpha {alpha}", *scaled, *more))
-        return f"{text}; {self.note}" if self.note else text
+        return f"{text}; {self.how}" if self.how else text
+
+    def replace(self) -> None:
+        e, wanted = Emitter(self.node), fake(self.node).dtype
+        # A wider alpha, or a cast on the way, makes the program compute in its precision.
+        source = e.cast(self.source, torch.promote_types(fake(self.source).dtype, wanted))
+        if self.scale != 1:
+            source = widened(e, source)
+            top = e.method("detach", e.method("amax", source, self.dim, True))
+            # less their maximum, so that what is filled in cannot overflow
+            source = e.call(operator.mul, e.call(operator.sub, source, top), self.scale)
+        alpha, number = given_alpha(e, self.alpha, source)
+        undefined = (self.undefined,) if self.undefined else ()
+        p = e.call(own_operator("entmax"), source, alpha, number, self.dim, *undefined)
+        p = e.cast(p, wanted)
+        if self.written_out:  # entmax's functions save their results themselves
+            p = for_the_caller(self.view, e, self.node, p)
+        self.node.replace_all_uses_with(p)
 
 
 @remembered
@@ -109,7 +157,7 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
         alpha = call["alpha_value"] if call["alpha"] is None else call["alpha"]
         dim = call["dim"] % max(1, len(view.shape(node)))
         undefined = call["undefined"] if "undefined" in call.args else ""
-        return Transform(node, call["input"], node, dim, alpha, (node,), undefined=undefined)
+        return Transform(view, node, call["input"], node, dim, alpha, (node,), undefined=undefined)
     if call.name == "autograd_function_apply":
         return _function(view, node, node, 0)
     if call.name == "getitem" and view.name_of(call["input"]) == "autograd_function_apply":
@@ -150,7 +198,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
             raise NoMatch(f"alpha is a tensor of {view.dtype(alpha)}", node)
     elif not isinstance(fake(alpha), (torch.SymFloat, torch.SymInt)):
         raise NoMatch("alpha is a number known only at run time", node)
-    found = Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
+    found = Transform(view, node, x, node, dim, alpha, (node,), undefined=undefined)
     # A value a row that the user subtracts first changes nothing.
     shifts = unshifted(view, x, node, dim)
     shifted = dataclasses.replace(found, source=shifts[-1].source, reader=shifts[-1].reader)
@@ -228,7 +276,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     nodes = _replaced(piece)
     settled = nodes if trial.learned else ()
     return Transform(
-        node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled,
+        view, node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled,
         trial.undefined(piece), written_out=True,
     )  # fmt: skip
 
@@ -336,9 +384,9 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
         raise NoMatch("the Function reads more than its scores", hop)
     trial = Trial(view, source, dim, alpha, node, found.scale)
     trial.check(piece)
-    note = f"autograd Function; {found.note or 'a call of the package'}"
+    note = f"autograd Function; {found.how or 'a call of the package'}"
     if trial.learned:
         note += "; checked numerically: gradient"
     return Transform(
-        node, source, hop, dim, alpha, nodes, note, found.scale, undefined=found.undefined
+        view, node, source, hop, dim, alpha, nodes, note, found.scale, undefined=found.undefined
     )
