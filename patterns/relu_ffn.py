@@ -202,7 +202,7 @@ class ReluFfn(Recogniser):
             raise NoMatch("what a token's factor has not scaled yet may overflow in float16", node)
         gate = reading.gate
         axis = down.d_dim
-        if any(b.chain.v_dim != axis for b in reading.branches):
+        if any(b.v_dim != axis for b in reading.branches):
             raise NoMatch("the down projection is over another axis than the neurons", node)
         dtype = fake(node).dtype
         for branch in reading.branches:
@@ -225,7 +225,7 @@ class ReluFfn(Recogniser):
                     why = "which may be infinite, is NaN"
                     raise NoMatch(f"0 times the slope of {step}, {why}", branch.linear.node)
         up = reading.up
-        one = joined(view, gate.chain, None if up is None else up.chain, node)
+        one = joined(view, gate, up, node)
         if one is None:
             assert up is not None
             raise NoMatch("the two projections read different inputs", up.linear.node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -93,7 +94,12 @@ def _halved(
 
 
 def _program(*steps: Step) -> Callable[[Any], dict[str, Any]]:
-    return lambda r: {"gate": dataclasses.replace(r.gate, program=steps)}
+    def change(r: Any) -> dict[str, Any]:
+        gate = copy.copy(r.gate)
+        gate.steps = [*steps]
+        return {"gate": gate}
+
+    return change
 
 
 def _down(**fields: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:

@@ -24,7 +24,7 @@ from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
 from ..chains.family import above
-from .branches import Branch, branches, merged, same_map, same_summand
+from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, said
 
 # What makes one number of many, or of all tokens: what comes after it is no block of what came before.
@@ -58,13 +58,13 @@ class Reading:
     weight of `down`; `tokens`, factors and masks of every token there, wait until after it."""
 
     down: Linear
-    gate: Branch
-    up: Branch | None
+    gate: Chain
+    up: Chain | None
     factors: list[Factor]
     tokens: list[Factor]
 
     @property
-    def branches(self) -> tuple[Branch, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         return (self.gate,) if self.up is None else (self.gate, self.up)
 
     @property
@@ -103,7 +103,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     return Reading(down, found[at], rest[0] if rest else None, factors, tokens)
 
 
-def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Factor]) -> None:
+def _check_tokens(view: GraphView, found: Sequence[Chain], tokens: Sequence[Factor]) -> None:
     """Raises NoMatch where a token's factor is made of the activations that it scales."""
     own = {b.linear.node for b in found}
     first = min(view.order[n] for n in own)
@@ -113,13 +113,13 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
             raise NoMatch("a factor of every token made of the activations: a norm", source)
 
 
-def _programs(found: Sequence[Branch]) -> str:
+def _programs(found: Sequence[Chain]) -> str:
     return ", ".join(said(b.program) or "a projection as it is" for b in found)
 
 
 def _branches(
     view: GraphView, value: fx.Node, reader: fx.Node, neurons: int
-) -> tuple[list[Branch], list[Factor], list[Factor]]:
+) -> tuple[list[Chain], list[Factor], list[Factor]]:
     """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
     chains = [_chain(view, s, neurons) for s in branches(view, value, reader)]
     rows = [row for c in chains for row in c.rows]
@@ -150,12 +150,12 @@ def activation(
     gate = reading.gate
     if other.factors or other.tokens:
         raise NoMatch("scaled activations", source)
-    if not same_map(view, other.gate.chain, gate.chain, reader):
+    if not same_map(view, other.gate, gate, reader):
         raise NoMatch("another branch, or other tokens of it", source)
     if other.up is not None:
         same = reading.up is not None and (
             (other.gate.program, other.up.program) == (gate.program, reading.up.program)
-            and same_map(view, other.up.chain, reading.up.chain, reader)
+            and same_map(view, other.up, reading.up, reader)
         )
         if not same:
             raise NoMatch("another product", source)

@@ -17,7 +17,6 @@ from torch import fx
 from ...epilogue.steps import Program, Step
 from ...epilogue.zero_threshold import zero_threshold
 from ...graph.emit import Emitter
-from ...graph.gemm import Linear
 from ...graph.names import name_of
 from ...graph.no_match import NoMatch
 from ...graph.scalars import RECTIFIER_STEPS
@@ -29,20 +28,6 @@ from ..chains.chain import Chain, scales
 from ..chains.comparisons import is_comparison
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 from .indicators import indicator, keeping, lone
-
-
-@dataclasses.dataclass
-class Branch:
-    """One factor: a chain from a linear map, with the factors of the same map joined into `program`."""
-
-    chain: Chain
-    program: Program
-    nodes: list[fx.Node]
-    reads: list[tuple[fx.Node, fx.Node]]
-
-    @property
-    def linear(self) -> Linear:
-        return self.chain.linear
 
 
 def branches(view: GraphView, node: fx.Node, reader: fx.Node) -> tuple[EpilogueChain, ...]:
@@ -147,18 +132,18 @@ class _Walk(BackwardWalk):
         return _product_of(found)
 
 
-def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Branch]:
-    """One branch a linear map of the same tokens. Raises NoMatch where its factors have no common program."""
-    found: list[Branch] = []
+def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Chain]:
+    """One chain a linear map of the same tokens, with the program of all its factors. Raises NoMatch where they have
+    none in common."""
+    found: list[Chain] = []
     for chain in chains:
-        for branch in found:
-            if same_map(view, branch.chain, chain, anchor):
-                branch.program = _product(branch.program, chain.program, chain.linear.node)
-                branch.nodes += chain.nodes
-                branch.reads += chain.reads
-                break
-        else:
-            found.append(Branch(chain, chain.program, list(chain.nodes), list(chain.reads)))
+        same = next((one for one in found if same_map(view, one, chain, anchor)), None)
+        if same is None:
+            found.append(chain)
+            continue
+        same.steps = [*_product(same.program, chain.program, chain.linear.node)]
+        same.nodes += chain.nodes
+        same.reads += chain.reads
     return found
 
 
