@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from .. import compat
-from ..pattern import Miss
+from ..pattern import Match, Miss
 from .contraction import PRODUCTS
 from .effects import gives_memory, made_of
 from .fakes import tensors_in
@@ -34,12 +34,7 @@ _SAVE_THEIR_RESULT = frozenset(
 )
 
 
-class _Matched(Protocol):
-    anchor: fx.Node
-    matched_nodes: tuple[fx.Node, ...]
-
-
-M = TypeVar("M", bound=_Matched)
+M = TypeVar("M", bound=Match)
 
 
 def check_device(node: fx.Node) -> None:
@@ -66,7 +61,7 @@ def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, lear
             raise _cut(view, n)
 
 
-def check_match(view: GraphView, match: _Matched) -> None:
+def check_match(view: GraphView, match: Match) -> None:
     """Raises NoMatch where the operator of a match would see other values than the program, leave out a write, or pass
     another gradient.
 
@@ -153,7 +148,7 @@ def _seen_later(
 
 def _check_gradient(
     view: GraphView,
-    match: _Matched,
+    match: Match,
     inside: Collection[fx.Node],
     reads: Iterable[tuple[fx.Node, fx.Node]],
     at: fx.Node,

@@ -130,16 +130,15 @@ class Chain:
         kind = self._kind(term, node)
         if kind == "row" and self._linear_so_far() and self._is_scalar(term):
             kind = "column"  # one number for everything: a learned scale of the logits, say
-        nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
-        self.reads += [(n, node) for n in nodes]
-        learned = [n for n in nodes if self.view.needs_grad(n)]
+        self.reads += [(n, node) for n in term.nodes]
+        learned = [n for n in term.nodes if self.view.needs_grad(n)]
         if kind != "row":
             self._column(term, node, kind)
         elif self.linear_after and _is_factor(term):
             self.tail.append(term)
         elif learned and not self.linear_after:
             what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
-            own = self.linear.node in reached(nodes, self._later_reads)
+            own = self.linear.node in reached(term.nodes, self._later_reads)
             why = "is made of what it is applied to" if own else "needs a gradient"
             raise NoMatch(f"{what} ({label(learned[0])}) {why}", node)
         else:

@@ -74,6 +74,11 @@ class Term:
     const: tuple[float, ...] = ()
     prepare: str | float | None = None
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """What the operand is made of."""
+        return [self.operand] if isinstance(self.operand, fx.Node) else self.operand.nodes()
+
 
 @dataclasses.dataclass(frozen=True)
 class Element:

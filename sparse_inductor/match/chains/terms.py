@@ -29,19 +29,21 @@ def widened(e: Emitter, t: fx.Node) -> fx.Node:
     return e.cast(t, torch.promote_types(fake(t).dtype, torch.float32))
 
 
+def _of_both(pair: Pair, change: Callable[[fx.Node], fx.Node]) -> Pair:
+    weight, bias = pair
+    return change(weight), None if bias is None else change(bias)
+
+
 def scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
     """Weight and bias times a constant."""
-    weight, bias = (t if t is None else e.call(operator.mul, t, factor) for t in pair)
-    return weight, bias
+    return _of_both(pair, lambda t: e.call(operator.mul, t, factor))
 
 
 def selected(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:
     """The entries of V that are kept."""
     if isinstance(columns, slice):
-        weight, bias = (t if t is None else e.call(operator.getitem, t, columns) for t in pair)
-    else:
-        weight, bias = (t if t is None else e.method("index_select", t, 0, columns) for t in pair)
-    return weight, bias
+        return _of_both(pair, lambda t: e.call(operator.getitem, t, columns))
+    return _of_both(pair, lambda t: e.method("index_select", t, 0, columns))
 
 
 def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:

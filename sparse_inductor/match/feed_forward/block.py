@@ -46,11 +46,6 @@ class Factor(NamedTuple):
     chain: Chain
     term: Term
 
-    @property
-    def sources(self) -> list[fx.Node]:
-        operand = self.term.operand
-        return [operand] if isinstance(operand, fx.Node) else operand.nodes()
-
 
 @dataclasses.dataclass
 class Reading:
@@ -83,7 +78,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
         if (step := undefined(branch.program)) is not None:  # 0 times it is no number, either
             raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
     if all(c is None for c in thresholds):
-        for source in (s for token in tokens for s in token.sources):
+        for source in (s for token in tokens for s in token.term.nodes):
             if above(view, source) & RECTIFIER_CALLS:
                 raise NoMatch("rectifies a factor of every token, none of every neuron", source)
         raise NoMatch("no factor is zero below some number: " + _programs(found), value)
@@ -107,7 +102,7 @@ def _check_tokens(view: GraphView, found: Sequence[Chain], tokens: Sequence[Fact
     """Raises NoMatch where a token's factor is made of the activations that it scales."""
     own = {b.linear.node for b in found}
     first = min(view.order[n] for n in own)
-    for source in (s for token in tokens for s in token.sources):
+    for source in (s for token in tokens for s in token.term.nodes):
         up = lambda n: n.all_input_nodes if view.order[n] > first else ()
         if not own.isdisjoint(reached([source], up)):
             raise NoMatch("a factor of every token made of the activations: a norm", source)
@@ -129,7 +124,7 @@ def _branches(
     found = merged(view, chains, reader)
     parts = [(c, c.factors(value)) for c in chains]
     factors, tokens = ([Factor(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
-    if any(is_distributed(fake(s)) for token in tokens for s in token.sources):
+    if any(is_distributed(fake(s)) for token in tokens for s in token.term.nodes):
         raise NoMatch("a factor of every token that is a DTensor", value)
     return found, factors, tokens
 
