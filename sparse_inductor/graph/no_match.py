@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import ParamSpec, TypeVar
 
 from torch import fx
@@ -37,20 +37,29 @@ def if_matched(read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | N
         return None
 
 
-def first_match(read: Callable[[T], R], ways: Iterable[T]) -> R:
-    """What `read` gives for the first of several ways for which it does not raise NoMatch.
+def matches(read: Callable[[T], R], ways: Iterable[T]) -> Iterator[R]:
+    """What `read` gives for those of several ways for which it does not raise NoMatch.
 
     Raises the first reason where it does for all of them; one about real work beats "an input of the graph".
     """
     first: NoMatch | None = None
+    matched = False
     for way in ways:
         try:
-            return read(way)
+            found = read(way)
         except NoMatch as reason:
             if first is None or "input of the graph" in first.reason:
                 first = reason
-    assert first is not None
-    raise first
+        else:
+            matched = True
+            yield found
+    if first is not None and not matched:
+        raise first
+
+
+def first_match(read: Callable[[T], R], ways: Iterable[T]) -> R:
+    """The first of these."""
+    return next(matches(read, ways))
 
 
 def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, fx.Node], R]:

@@ -18,7 +18,7 @@ from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, first_match, if_matched
+from ...graph.no_match import NoMatch, matches
 from ...graph.parts import detour
 from ...graph.scalars import number, scalar_steps
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
@@ -216,8 +216,7 @@ class BackwardWalk:
         full = [(x, at) for at, x in enumerate((a, b)) if self.is_full(x)]
         if not full:
             raise self._spread()
-        found = [(one, at) for x, at in full if (one := if_matched(self.up, x)) is not None]
-        return found or [first_match(lambda way: (self.up(way[0]), way[1]), full)]
+        return [*matches(lambda way: (self.up(way[0]), way[1]), full)]
 
     def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
         """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""

@@ -18,7 +18,7 @@ from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
-from ...graph.no_match import NoMatch, first_match, if_matched
+from ...graph.no_match import NoMatch, if_matched, matches
 from ...graph.view import GraphView, fake, static_size
 from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
@@ -132,9 +132,8 @@ def _branches(
 def _chain(view: GraphView, epilogue: EpilogueChain, neurons: int) -> Chain:
     """The chain whose outputs are on the axis of the neurons, where either operand may be the weight."""
     read = lambda linear: Chain(view, epilogue, linear, linear_after=True)
-    found = [c for one in epilogue.linears if (c := if_matched(read, one)) is not None]
-    fits = (c for c in found if c.v_dim == neurons)
-    return next(fits, None) or first_match(read, epilogue.linears)
+    found = [*matches(read, epilogue.linears)]
+    return next((c for c in found if c.v_dim == neurons), found[0])
 
 
 def activation(
