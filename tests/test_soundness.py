@@ -735,7 +735,13 @@ _TIED = {
     "clamp": lambda z: z.clamp(0, 2),
     "clamp of tensors": lambda z: torch.clamp(z, min=torch.zeros(())),
     "where": lambda z: torch.where(z >= 0, z, 0.0),
+    "where, beyond": lambda z: torch.where(z > 1, z, 0.0),
     "masked_fill": lambda z: z.masked_fill(z < 1, 0.0),
+    "masked_fill, up to": lambda z: z.masked_fill(z <= 1, 0.0),
+    "masked_fill, negated": lambda z: z.masked_fill(~(z >= 1), 0.0),
+    "index_put": lambda z: z.index_put((z < 1,), torch.tensor(0.0)),
+    "product": lambda z: z * (z >= 1),
+    "product of numbers": lambda z: z * (z >= 1).float(),
     "the smaller": lambda z: torch.relu(z.masked_fill(z > 1, 1.0)),
 }
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from corpus.case import each
+from corpus.case import each, of
 from corpus.splade_head.registry import (
     INFER,
     B,
@@ -15,7 +14,6 @@ from corpus.splade_head.registry import (
     encoder,
     head,
     hidden,
-    ids,
     mask,
     masked,
     tokens,
@@ -46,13 +44,6 @@ each(
 
 
 @head()
-def fill_in_place_on_logits(logits, mask):
-    """logits.masked_fill_ with a large negative number."""
-    logits.masked_fill_(~mask.bool().unsqueeze(2), -1e9)
-    return torch.log1p(torch.relu(logits).max(dim=1).values)
-
-
-@head()
 def extended_attention_mask(logits, mask):
     """BERT's extended mask: (1.0 - mask) * finfo.min, added."""
     extended = (1.0 - mask[:, :, None].to(torch.float32)) * torch.finfo(torch.float32).min
@@ -65,19 +56,13 @@ def subtract_penalty(logits, mask):
     return best.relu().log1p()
 
 
-@encoder(inputs=(hidden, lambda: torch.zeros(B, S, 1).masked_fill(mask()[..., None] == 0, -INF)))
-def penalty_precomputed(self, h, penalty):
-    """The collator hands over 0 / -inf, shaped [B, S, 1], and the model adds it."""
-    return torch.log1p(torch.relu((self.decoder(h) + penalty).amax(1)))
-
-
 @encoder(
-    inputs=(hidden, lambda: torch.zeros(B, 1, 1, S).masked_fill(mask()[:, None, None] == 0, -1e4))
+    inputs=(hidden, lambda: torch.zeros(B, 1, 1, S).masked_fill(mask()[:, None, None] == 0, -INF))
 )
-def four_dimensional_mask(self, h, extended):
-    """A [B, 1, 1, S] mask from the attention layers reused for the pooling."""
-    additive = extended.squeeze(1).transpose(1, 2)
-    return tokens(self.decoder(h) + additive).max(dim=1).values
+def penalty_precomputed(self, h, penalty):
+    """The collator hands over 0 / -inf as attention takes it, [B, 1, 1, S], and the model adds it."""
+    logits = self.decoder(h) + penalty.squeeze(1).transpose(1, 2)
+    return torch.log1p(torch.relu(logits.amax(1)))
 
 
 @head()
@@ -95,43 +80,12 @@ def boolean_assignment(logits, mask):
 
 
 @head()
-def boolean_assignment_on_logits(logits, mask):
-    """logits[~keep] = -inf, in place on what the decoder returned."""
-    logits[~mask.bool()] = -INF
-    return tokens(logits.amax(1))
-
-
-@head()
 def boolean_assignment_of_every_element(logits, mask):
     """The mask spread over the vocabulary as numbers, compared, then assigned: max pooling as for dense vectors."""
     weights = tokens(logits)
     spread = mask.unsqueeze(-1).expand(weights.size()).float()
     weights[spread == 0] = -1e9
     return torch.max(weights, 1)[0]
-
-
-@head()
-def expand_as_call(logits, mask):
-    kept = torch.relu(logits) * mask[..., None].expand_as(logits)
-    return torch.log1p(torch.max(kept, dim=1).values)
-
-
-@head(mask_dtype=torch.float32)
-def float_mask_multiplied_first(logits, mask):
-    """A float mask straight from the data loader, before the activation."""
-    return tokens(logits * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@head(lengths=(7, 4, 0))
-def empty_sequence_multiplied(logits, mask):
-    """A batch padded with an empty sequence: its row is 0."""
-    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-@head(lengths=(7, 4, 0))
-def empty_sequence_minus_inf(logits, mask):
-    """-inf after the log: the row of an empty sequence is -inf."""
-    return tokens(logits).masked_fill(mask.unsqueeze(-1) == 0, -INF).max(dim=1).values
 
 
 @head(lengths=(7, 4, 0))
@@ -142,52 +96,10 @@ def empty_sequence_clamped(logits, mask):
 
 
 @head()
-def no_mask(logits, mask):
-    return torch.log(1.0 + torch.nn.functional.relu(logits)).max(dim=1).values
-
-
-@encoder(inputs=(hidden, lambda: torch.tensor([7, 3, 1])))
-def lengths_to_mask(self, h, lengths):
-    """The mask is made from lengths inside the model."""
-    keep = torch.arange(h.size(1), device=h.device)[None, :] < lengths[:, None]
-    return tokens(self.decoder(h)).masked_fill(~keep[:, :, None], 0.0).amax(dim=1)
-
-
-@encoder(inputs=(hidden, ids))
-def ids_to_mask(self, h, input_ids):
-    """The mask is input_ids != pad, without [CLS]."""
-    keep = torch.logical_and(input_ids.ne(0), input_ids.ne(1))
-    weights = torch.log(torch.relu(self.decoder(h)) + 1)
-    return torch.max(weights * keep.unsqueeze(-1).type_as(weights), dim=1)[0]
-
-
-@encoder(parts={"special": lambda: nn.Buffer(torch.tensor([0, 1, 2]))}, inputs=(hidden, ids))
-def isin_special_tokens(self, h, input_ids):
-    """torch.isin against a buffer of special ids."""
-    keep = ~torch.isin(input_ids, self.special)
-    return (tokens(self.decoder(h)) * keep[..., None]).amax(1)
-
-
-@encoder(inputs=(hidden, ids))
-def prompt_excluded_by_cumsum(self, h, input_ids):
-    """LLM encoders: tokens count only after the separator."""
-    after = (input_ids == 1).long().cumsum(dim=1) > 0
-    keep = (after & (input_ids != 0)).unsqueeze(-1)
-    return tokens(self.decoder(h).masked_fill(~keep, -INF)).amax(dim=1)
-
-
-@head()
 def mask_twice(logits, mask):
     """A defensive author masks before the activation and again after it."""
     keep = mask.unsqueeze(-1).to(logits.dtype)
     return (tokens(logits * keep) * keep).max(dim=1).values
-
-
-@encoder(inputs=(hidden, lambda: torch.linspace(-2.0, 3.0, B * S).view(B, S)))
-def hard_gate(self, h, gate):
-    """A gate thresholded at 0.5: 0 or 1 whatever the input is."""
-    keep = (torch.sigmoid(gate) > 0.5).float()
-    return (tokens(self.decoder(h)) * keep.unsqueeze(-1)).max(1).values
 
 
 @head()
@@ -196,22 +108,10 @@ def transposed_before_mask(logits, mask):
     return (tokens(logits.transpose(1, 2)) * mask.unsqueeze(1)).amax(dim=-1)
 
 
-@encoder()
-def padded_tokens_zeroed_in_hidden(self, h, mask):
-    """The mask multiplies the hidden states; the head itself has none."""
-    return tokens(self.decoder(h * mask.unsqueeze(-1))).amax(1)
-
-
 @head()
 def cls_dropped_by_slicing(logits, mask):
     """logits[:, 1:]: [CLS] does not vote."""
     return (tokens(logits[:, 1:]) * mask[:, 1:].unsqueeze(-1)).max(dim=1).values
-
-
-@head()
-def special_tokens_dropped_from_vocabulary(logits, mask):
-    """logits[..., 5:]: the first ids are [PAD], [UNK], ..."""
-    return (tokens(logits[..., 5:]) * mask.unsqueeze(-1)).max(dim=1).values
 
 
 @encoder(parts={"forbid": lambda: nn.Buffer(torch.zeros(V).index_fill(0, torch.arange(4), -INF))})
@@ -219,14 +119,6 @@ def vocabulary_bias_forbids(self, h, mask):
     """-inf for unused vocabulary entries, added to the logits like one more bias."""
     logits = self.decoder(h) + self.forbid
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
-
-
-@encoder(inputs=(hidden, mask, ids))
-def expansion_only(self, h, mask, input_ids):
-    """Only terms that are not in the text: a [B, V] product after the pooling."""
-    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-    present = torch.zeros_like(pooled).scatter(1, input_ids, 1.0)
-    return pooled * (1.0 - present)
 
 
 @head("maybe", "positions filled by index: a [S] row mask that has to be built")
@@ -249,16 +141,6 @@ def vocabulary_filled(logits, mask):
     """masked_fill over vocabulary entries, the same for all tokens."""
     unused = torch.arange(V) < 4
     return (tokens(logits.masked_fill(unused, -1e4)) * mask.unsqueeze(-1)).amax(1)
-
-
-@encoder(
-    "maybe",
-    "real-valued weights after the activation: exact only if applied per token",
-    inputs=(hidden, lambda: torch.linspace(-1.0, 2.0, B * S).view(B, S)),
-)
-def idf_weighted_tokens(self, h, token_weight):
-    """Token weights (idf) multiplied after the log; they need no gradient."""
-    return (tokens(self.decoder(h)) * token_weight.unsqueeze(-1)).amax(1)
 
 
 @encoder(
@@ -291,43 +173,24 @@ each(
 )
 
 
-def of_lengths(keep):
-    """Register a mask, expanded to all terms, that `keep(positions, n)` makes of [S] and lengths [B]."""
+def _of_lengths(keep):
+    """A mask, expanded to all terms, that `keep(positions, n)` makes of [S] and lengths [B]."""
 
     def pool(self, h, n):
         logits = self.decoder(h)
         kept = keep(torch.arange(logits.size(1)), n).expand(logits.size(0), -1, logits.size(2))
         return (tokens(logits) * kept).amax(1)
 
-    pool.__name__ = keep.__name__
-    encoder(inputs=(hidden, lambda: torch.tensor([7, 4, 2])))(pool)
-    return keep
+    return pool
 
 
-@of_lengths
-def lengths_new_axes(positions, n):
-    return positions[None, :, None] < n[:, None, None]
-
-
-@of_lengths
-def lengths_turned(positions, n):
-    return (positions[:, None] < n).t().unsqueeze(-1)
-
-
-@of_lengths
-def lengths_repeated(positions, n):
-    return ~(positions.repeat(len(n), 1) >= n.view(-1, 1)).unsqueeze(2)
-
-
-@of_lengths
-def lengths_of_a_mesh(positions, n):
-    i, j = torch.meshgrid(n, positions, indexing="ij")
-    return (i > j)[..., None]
-
-
-@of_lengths
-def lengths_expanded_first(positions, n):
-    return positions[:, None].expand(-1, V)[None] < n[:, None, None]
+each(
+    of(encoder(inputs=(hidden, lambda: torch.tensor([7, 4, 2]))), _of_lengths),
+    lengths_new_axes=lambda at, n: at[None, :, None] < n[:, None, None],
+    lengths_repeated=lambda at, n: ~(at.repeat(len(n), 1) >= n.view(-1, 1)).unsqueeze(2),
+    lengths_of_a_mesh=lambda at, n: torch.gt(*torch.meshgrid(n, at, indexing="ij"))[..., None],
+    lengths_expanded_first=lambda at, n: at[:, None].expand(-1, V)[None] < n[:, None, None],
+)
 
 
 @encoder(
@@ -339,12 +202,6 @@ def restricted_to_batch_vocabulary(self, h, mask, allowed):
     """Scores only the vocabulary that occurs in each document, [B, 1, V]."""
     weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
     return (weights * allowed[:, None, :]).amax(1)
-
-
-@head("maybe", "gathers rows of a ragged batch", INFER)
-def ragged_by_slicing(logits, mask):
-    """No mask: every sequence is cut to its own length in a loop."""
-    return torch.stack([tokens(row[:n]).amax(0) for row, n in zip(logits, (7, 4, 2), strict=True)])
 
 
 def _states_with(value):
@@ -378,18 +235,6 @@ def infinity_under_a_mask_first(self, h, mask):
 def nan_without_a_mask(self, h):
     """A poisoned token: relu and max propagate NaN, clamp too."""
     return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
-
-
-@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
-def nan_under_threshold(self, h):
-    """F.threshold keeps NaN, as relu does."""
-    return torch.log1p(F.threshold(self.decoder(h), 0.0, 0.0)).amax(dim=1)
-
-
-@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
-def nan_under_fill_of_negatives(self, h):
-    logits = self.decoder(h)
-    return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
 
 
 @encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask))

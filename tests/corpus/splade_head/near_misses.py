@@ -96,62 +96,11 @@ def activations_in_the_output(logits, mask):
     return weights.max(dim=1).values, weights
 
 
-@head("also read by mean", at="logits.mean(")
-def logit_penalty(logits, mask):
-    """z-loss: the squared mean of the logits."""
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), logits.mean().square()
-
-
 @head("over the vocabulary", at="weights.amax(dim=2)")
 def token_saliency_too(logits, mask):
     """Term weights and token saliency from one tensor."""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return weights.amax(dim=1), weights.amax(dim=2)
-
-
-@miss("also read by cross_entropy", TRAIN, inputs=(hidden, mask, ids), at="F.cross_entropy(")
-def mlm_loss_on_the_same_logits(self, h, mask, labels):
-    """CoCondenser-style: MLM loss and SPLADE pooling of one forward."""
-    logits = self.decoder(h)
-    pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-    return pooled, F.cross_entropy(logits.view(-1, V), labels.view(-1))
-
-
-def hooked(hook):
-    """A decoder with a forward hook."""
-    decoder = nn.Linear(D, V)
-    decoder.register_forward_hook(hook)
-    return decoder
-
-
-@miss(
-    "also read by sum",
-    INFER,
-    parts={"decoder": lambda: hooked(lambda m, i, out: setattr(m, "last", out))},
-    at="self.decoder.last.sum()",
-)
-def hook_keeps_logits(self, h, mask):
-    """A probe that records what the decoder returned."""
-    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-    return pooled, self.decoder.last.sum()
-
-
-@miss(
-    "softmax",
-    parts={"decoder": lambda: hooked(lambda m, i, out: out.softmax(dim=-1))},
-    at="out.softmax(dim=-1)",
-)
-def hook_replaces_logits(self, h, mask):
-    """A hook that turns logits into probabilities."""
-    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@miss("differs by token and by output", inputs=(hidden, mask, ids), at="masked_fill(itself")
-def mask_of_tokens_and_terms(self, h, mask, input_ids):
-    """A copy mask: a token may not activate itself."""
-    itself = F.one_hot(input_ids, V).bool()
-    weights = tokens(self.decoder(h)).masked_fill(itself, 0.0)
-    return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @encoder("maybe", "needs a gradient", parts={"gate": lambda: nn.Linear(D, 1)}, prefix="narrow_")
@@ -175,13 +124,6 @@ def maximum_with_a_prior(self, h, mask, prior):
     """Logits bounded below by those of a teacher."""
     logits = torch.maximum(self.decoder(h), prior)
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@head("sum pooling", at="weights.sum(dim=1)")
-def mean_by_length(logits, mask):
-    """A masked mean, divided by the square root of the length."""
-    weights = tokens(logits) * mask.unsqueeze(-1)
-    return weights.sum(dim=1) / mask.sum(dim=1, keepdim=True).sqrt()
 
 
 @miss(
@@ -249,11 +191,6 @@ def cumulative_maximum(logits, mask):
 def sliding_window_pool(logits, mask):
     weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
     return F.max_pool1d(weights, kernel_size=3, stride=1).mean(dim=-1)
-
-
-@miss("normalize", parts={"out": lambda: nn.Linear(V, 5)}, at="F.normalize(self.out(")
-def projected_and_normalised(self, h, mask):
-    return F.normalize(self.out(tokens(self.decoder(h))), dim=-1).amax(dim=1)
 
 
 @encoder(
@@ -337,25 +274,12 @@ def gradient_rescaled(logits, mask):
     return (tokens(Half.apply(logits)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@maybe("one token's logits are replaced through a view: only exact if the write is seen")
-def token_overwritten_by_a_view(logits, mask):
-    """flat[0] = 5: one token's logits replaced through another view."""
-    flat = logits.view(-1, V)
-    flat[0] = 5.0
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
 @head("index_add", at="words.index_add(")
 def words_summed_before_max(logits, mask):
     """Sub-word logits are added up to words by index_add."""
     word = torch.tensor([0, 0, 1, 1, 1, 2, 3])
     words = logits.new_zeros(B, 4, V)
     return words.index_add(1, word, tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@head("two tensors that come from linears", at="logits[:, 1:] + logits[:, :-1]")
-def bigram_logits(logits, mask):
-    return tokens(logits[:, 1:] + logits[:, :-1]).amax(dim=1)
 
 
 @head("cumsum", at="logits.cumsum(dim=1)")
@@ -373,23 +297,10 @@ each(
 )
 
 
-@maybe("a negative mask value turns the order round")
-def mask_of_minus_one(logits, mask):
-    """A mask of -1 and 1, multiplied after the activation."""
-    return (tokens(logits) * (2 * mask - 1).unsqueeze(-1)).amax(dim=1)
-
-
 @maybe("a masked token counts with log1p(0.5), not with 0")
 def masked_token_not_zero(logits, mask):
     """The mask before an activation that is not 0 at 0."""
     return torch.log1p(torch.relu(logits * mask.unsqueeze(-1)) + 0.5).amax(dim=1)
-
-
-@maybe("a gate that needs a gradient")
-def learned_position_weights(logits, mask):
-    """exp(-0.1 * position) computed, times the activation."""
-    decay = torch.exp(-0.1 * torch.arange(S, dtype=logits.dtype))
-    return (tokens(logits) * decay[None, :, None] * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @miss(
@@ -436,53 +347,6 @@ def logits_less_their_logsumexp(self, h, mask):
     return (tokens(likely) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@encoder("maybe", "the states change between matmul and max", INFER)
-def states_mutated_in_between(self, h, mask):
-    states = h * 1.0
-    logits = self.decoder(states)
-    states.mul_(0.5)
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), states
-
-
-@encoder("maybe", "the mask changes between product and max", INFER)
-def mask_mutated_in_between(self, h, mask):
-    keep = mask.clone()
-    weights = tokens(self.decoder(h)) * keep.unsqueeze(-1)
-    keep.zero_()
-    return weights.amax(dim=1), keep
-
-
-@encoder("maybe", "the weight changes between matmul and max", INFER)
-def weight_mutated_in_between(self, h, mask):
-    """A moving average written back into the weight after the matmul."""
-    logits = self.decoder(h)
-    self.decoder.weight.mul_(0.9)
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-
-@maybe("no gradient reaches the head", TRAIN)
-def logits_detached(logits, mask):
-    """Frozen scores next to a trained one."""
-    frozen = (tokens(logits.detach()) * mask.unsqueeze(-1)).amax(dim=1)
-    return frozen, logits.sum()
-
-
-@maybe("the logits are written, then read through the same name")
-def logits_scaled_twice_in_place(logits, mask):
-    """Two in-place updates, one of them between two reads."""
-    logits *= 0.5
-    weights = torch.relu(logits)
-    logits = logits + 1
-    return (torch.log1p(weights) * mask.unsqueeze(-1)).amax(dim=1) + 0 * logits[:, 0]
-
-
-@encoder("maybe", "the same states projected twice, once for the output")
-def decoder_called_twice(self, h, mask):
-    """Returned logits from one call, the pooling from another."""
-    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-    return pooled, self.decoder(h)
-
-
 @head("only the positions", at="weights.argmax(")
 def other_weights_where_largest(logits, mask):
     """gathered from what is not what the positions are of"""
@@ -516,20 +380,6 @@ def packed_sequences(logits, mask):
 def one_sequence_under_several_masks(self, h, m):
     """hidden [1, S, D], masks [B, S]: spans of one document"""
     return (tokens(self.decoder(h)) * m.unsqueeze(-1)).amax(dim=1)
-
-
-@any_head()
-def norms_of_the_vectors(logits, mask):
-    """an L1 and a FLOPS term beside the head: sums over terms and over texts are no poolings"""
-    pooled = (tokens(logits) * mask.unsqueeze(-1)).amax(1)
-    return pooled, pooled.abs().sum(-1).mean(), pooled.abs().mean(0).square().sum()
-
-
-@head("also read by isfinite", modes=INFER, at="assert torch.isfinite(")
-def assertion_about_the_logits(logits, mask):
-    """a check that training did not overflow"""
-    assert torch.isfinite(logits).all(), "overflow"
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
 
 
 @head("may be negative", modes=INFER, at="* importance")

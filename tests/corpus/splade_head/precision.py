@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 from corpus.splade_head.registry import (
-    BOTH,
     INFER,
-    TRAIN,
     V,
-    Vocabulary,
     encoder,
     head,
     hidden,
     mask,
-    program,
     tokens,
 )
 
@@ -50,12 +46,6 @@ def upcast_after_the_max(logits, mask):
 def float_mask_promotes(logits, mask):
     """A float32 mask times bf16 activations: the result is float32."""
     return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-@head(dtype=BF16, precision=BF16)
-def downcast_result(logits, mask):
-    pooled = (tokens(logits.float()) * mask.unsqueeze(-1).float()).amax(dim=1)
-    return pooled.to(logits.dtype)
 
 
 @head(dtype=torch.float16, precision=torch.float16, modes=INFER)
@@ -95,16 +85,6 @@ def autocast_off_for_the_head(self, h, mask):
 
 
 @encoder(
-    modes=TRAIN, precision=BF16, autocast=BF16, parts={"dense": lambda: torch.nn.Linear(12, 12)}
-)
-def autocast_training_step(self, h, mask):
-    """Autocast around a whole training step with matmul, head and scores."""
-    logits = self.decoder(torch.tanh(self.dense(h)))
-    reps = torch.log1p(torch.relu(logits * mask.unsqueeze(-1))).amax(dim=1)
-    return reps @ reps.T
-
-
-@encoder(
     precision=BF16,
     autocast=BF16,
     bias=False,
@@ -116,60 +96,7 @@ def bias_added_in_fp32(self, h, mask):
     return torch.relu((logits + (1 - mask[..., None]) * -1e4).amax(dim=1))
 
 
-@head(dtype=torch.float64, precision=torch.float64)
-def double_precision(logits, mask):
-    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-
 @head("maybe", "the logits are rounded to bf16 before the max", modes=INFER, precision=BF16)
 def rounded_to_bf16_for_memory(logits, mask):
     """fp32 matmul, logits stored in bf16 to halve them."""
     return (tokens(logits.to(BF16)) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-@encoder("maybe", "a float8-like fake quantisation between matmul and max", INFER, precision=BF16)
-def fake_quantised_logits(self, h, mask):
-    """Logits rounded to multiples of 1/8."""
-    logits = (self.decoder(h) * 8).round() / 8
-    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-class WholeNumbers(Vocabulary):
-    """Logits that are multiples of 1/2, so that many are equal to a threshold."""
-
-    def __init__(self, rectify):
-        super().__init__(bias=False)
-        with torch.no_grad():
-            self.decoder.weight.copy_(self.decoder.weight.mul(8).round() / 2)
-        self.rectify = rectify
-
-    def forward(self, h, mask):
-        return (self.rectify(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
-
-
-def _assigned(x):
-    x = x.clone()
-    x[x < 1.5] = 0
-    return x
-
-
-RECTIFIERS = {
-    "multiplied_from_it_on": lambda x: x * (x >= 1.5),
-    "multiplied_as_numbers": lambda x: x * (x >= 1.5).float(),
-    "kept_from_it_on": lambda x: torch.where(x >= 1.5, x, 0.0),
-    "filled_below_it": lambda x: x.masked_fill(x < 1.5, 0.0),
-    "filled_not_from_it_on": lambda x: x.masked_fill(~(x >= 1.5), 0.0),
-    "assigned_below_it": _assigned,
-    "kept_beyond_it": lambda x: torch.where(x > 1.5, x, 0.0),
-    "filled_up_to_it": lambda x: x.masked_fill(x <= 1.5, 0.0),
-    "at_zero": lambda x: torch.where(x >= 0, x, 0.0),
-}
-for name, rectify in RECTIFIERS.items():
-
-    def build(rectify=rectify):
-        """A threshold that logits are equal to counts on the side where it was written."""
-        return WholeNumbers(rectify), (hidden().detach().round().requires_grad_(), mask())
-
-    build.__name__ = f"threshold_{name}"
-    # Where all are 0 the maximum is at any of them, and not all have a gradient there.
-    program(modes=INFER if name == "at_zero" else BOTH)(build)

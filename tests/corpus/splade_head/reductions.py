@@ -1,29 +1,15 @@
-"""The activation and the max over the sequence, in the idioms of several schools."""
+"""The activation, what it is chosen by, and the max over the sequence, in the idioms of several schools."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from corpus.case import each
-from corpus.splade_head.registry import (
-    INFER,
-    TRAIN,
-    Vocabulary,
-    activated,
-    encoder,
-    head,
-    hidden,
-    mask,
-    pooled,
-    program,
-    tokens,
-)
+from corpus.splade_head.registry import INFER, TRAIN, activated, encoder, head, pooled, tokens
 
 
 @head()
@@ -33,50 +19,11 @@ def numpy_keywords(logits, mask):
     return torch.squeeze(torch.amax(weights, axis=1, keepdims=True), axis=1)
 
 
-@head()
-def jax_port(logits, mask):
-    """jnp.max(jnp.where(mask[..., None], jnp.log1p(jax.nn.relu(x)), 0), axis=1)"""
-    weights = torch.log1p(F.relu(logits))
-    return torch.max(torch.where(mask[..., None].bool(), weights, 0), axis=1).values
-
-
-@head()
-def tensorflow_port(logits, mask):
-    """tf.reduce_max(tf.math.log1p(tf.nn.relu(x)) * tf.expand_dims(tf.cast(mask), -1), axis=1)"""
-    cast = torch.unsqueeze(mask.type(logits.dtype), dim=-1)
-    return torch.max(torch.multiply(torch.log1p(torch.relu(logits)), cast), dim=1)[0]
-
-
-@head()
-def onnx_flavoured(logits, mask):
-    """Only ops with an ONNX counterpart, every one a torch function."""
-    weights = torch.log(torch.add(F.relu(logits), 1.0))
-    weights = torch.mul(weights, torch.unsqueeze(mask, 2).to(torch.float32))
-    values, _ = torch.max(weights, dim=1, keepdim=False)
-    return values
-
-
 @head(modes=INFER)
 @head("maybe", "the gradient at 0 is another than the rectifier's", TRAIN)
 def rectified_by_the_absolute_value(logits, mask):
     rectified = (logits + logits.abs()) / 2
     return (torch.log1p(rectified) * mask.unsqueeze(-1)).amax(1)
-
-
-@head(modes=INFER)
-def in_place_chain(logits, mask):
-    """Inference code that saves every temporary."""
-    return logits.relu_().add_(1.0).log_().mul_(mask.unsqueeze(-1)).amax(dim=1)
-
-
-@head()
-def functional_in_place_relu(logits, mask):
-    return (torch.log1p(F.relu_(logits)) * mask.unsqueeze(-1)).max(1).values
-
-
-@head()
-def clamp_min_method(logits, mask):
-    return logits.clamp_min(0.0).log1p().masked_fill(mask.unsqueeze(-1) == 0, 0.0).amax(1)
 
 
 each(
@@ -87,64 +34,6 @@ each(
     # a constant threshold that makes terms sparser
     shifted_bias_constant=lambda z: torch.log1p(torch.relu(z - 0.5)),
 )
-
-
-@head()
-def aten_and_special(logits, mask):
-    """torch.ops.aten and torch.special, as in exported code."""
-    positive = torch.ops.aten.relu.default(logits)
-    weights = torch.ops.aten.mul.Tensor(torch.special.log1p(positive), mask.unsqueeze(-1))
-    return torch.ops.aten.amax.default(weights, [1])
-
-
-@dataclasses.dataclass
-class Sparse:
-    values: torch.Tensor
-    active: torch.Tensor
-
-
-def splade_max(*, logits, attention_mask, dim=1, eps=0.0):
-    weights = torch.log1p(torch.relu(logits) + eps)
-    values = (weights * attention_mask.unsqueeze(-1)).max(dim=dim).values
-    return Sparse(values=values, active=(values > 0).sum(-1))
-
-
-@encoder()
-def keyword_helper_and_dataclass(self, h, mask):
-    return splade_max(attention_mask=mask, logits=self.decoder(h))
-
-
-def masked(fn):
-    @functools.wraps(fn)
-    def wrapper(self, h, mask):
-        logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) < 1, -1e5)
-        return fn(self, logits)
-
-    return wrapper
-
-
-@encoder()
-@masked
-def masking_decorator(self, logits):
-    return torch.relu(logits).log1p().amax(dim=1)
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
-
-
-@program()
-def sequential_modules():
-    pool = Apply(lambda x: x.max(dim=1).values)
-    layers = Vocabulary().decoder, nn.ReLU(inplace=True), Apply(torch.log1p), pool
-    return nn.Sequential(*layers), (hidden(),)
 
 
 @encoder(parts={"dropout": lambda: nn.Dropout(0.0)})
@@ -170,12 +59,6 @@ each(
 
 
 @head()
-def swapaxes_and_matrix_transpose(logits, mask):
-    weights = tokens(logits.swapaxes(1, 2)) * mask.unsqueeze(1)
-    return weights.mT.amax(dim=-2)
-
-
-@head()
 def einops_like(logits, mask):
     """What einops.reduce(x, 'b s v -> b v', 'max') does: reshape, then amax over a tuple."""
     weights = tokens(logits) * mask.reshape(mask.shape[0], mask.shape[1], 1)
@@ -189,22 +72,6 @@ def flatten_and_unflatten(logits, mask):
 
 
 @head()
-def pruned_after_pooling(logits, mask):
-    """Weights below 0.2 dropped after the max, and the count of the rest."""
-    pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-    pooled = torch.where(pooled > 0.2, pooled, 0.0)
-    return pooled, (pooled > 0).sum(dim=-1)
-
-
-@head()
-def top_terms_kept(logits, mask):
-    """top-k pruning: everything but the k best terms set to 0."""
-    pooled = (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-    values, index = pooled.topk(6, dim=-1)
-    return torch.zeros_like(pooled).scatter(-1, index, values)
-
-
-@head()
 def shape_readers(logits, mask):
     """Reads the logits' shape, dtype and device, not their values."""
     assert logits.dim() == 3
@@ -212,31 +79,6 @@ def shape_readers(logits, mask):
     keep = mask.view(batch, length, 1).to(device=logits.device, dtype=logits.dtype)
     pooled = (tokens(logits) * keep).max(dim=1).values
     return pooled.view(batch, vocabulary) / length
-
-
-@encoder(modes=TRAIN)
-def checkpointed_head(self, h, mask):
-    """torch.utils.checkpoint around the head: memory was the problem all along."""
-
-    def pool(h, mask):
-        return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return checkpoint(pool, h, mask, use_reentrant=False)
-
-
-@program(modes=INFER)
-def functional_call():
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
-
-    module = Model()
-    parameters = {k: v.detach().clone() for k, v in module.named_parameters()}
-
-    def call(parameters, h, mask):
-        return torch.func.functional_call(module, parameters, (h, mask))
-
-    return call, (parameters, hidden(), mask())
 
 
 @encoder(dynamic=True)
@@ -311,13 +153,6 @@ def loop_from_the_first(logits, mask):
     return best
 
 
-@head("maybe", "the argmax is used too; where every weight is 0 it depends on the order of the max")
-def term_attribution(logits, mask):
-    """Which token gave a term its weight: values and indices."""
-    pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1)
-    return pooled.values, pooled.indices
-
-
 each(
     activated("maybe", "another monotone activation, or relu for finite numbers"),
     relu6_and_sqrt=lambda z: F.relu6(z).sqrt(),
@@ -325,28 +160,6 @@ each(
     softplus_head=lambda z: torch.log1p(F.softplus(z)),
     multiplied_by_its_sign=lambda z: torch.log1p(z * (z > 0)),
 )
-
-
-@head("maybe", "another monotone activation", INFER)
-def soft_capped_in_place(logits, mask):
-    """Gemma's soft cap, in place."""
-    logits = logits.div_(5.0).tanh_().mul_(5.0)
-    return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
-
-
-@head("maybe", "a threshold per token, before the max")
-def thresholded_tokens(logits, mask):
-    weights = tokens(logits)
-    weights = torch.where(weights > 0.3, weights, 0.0)
-    return (weights * mask.unsqueeze(-1)).amax(1)
-
-
-@encoder("maybe", "vmap hides the batch dimension", INFER)
-def vmapped_head(self, h, mask):
-    def one(h, mask):
-        return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(0)
-
-    return torch.vmap(one)(h, mask)
 
 
 @encoder("maybe", "one logits tensor reduced in slices of the sequence")
@@ -364,3 +177,103 @@ def taken_along_where_largest(logits, mask):
     """the same with an index that gets its axis back"""
     weights = tokens(logits).masked_fill(mask.unsqueeze(-1) == 0, 0.0)
     return torch.take_along_dim(weights, weights.argmax(1)[:, None], dim=1)[:, 0]
+
+
+@head()
+def logarithm_of_the_positive(logits, mask):
+    """where() instead of a relu: the logarithm of the others is thrown away"""
+    kept = torch.where(logits > 0, torch.log1p(logits), torch.zeros_like(logits))
+    return (kept * mask.unsqueeze(-1)).amax(1)
+
+
+@head()
+def confident_logits_alone(logits, mask):
+    """a threshold on the logits, applied to their weights"""
+    weights = torch.where(logits.ge(0.4), tokens(logits), 0.0)
+    return (weights * mask.unsqueeze(-1)).max(dim=1).values
+
+
+@head()
+def gate_of_zeros_and_ones(logits, mask):
+    """the weights times a float comparison of the halved logits"""
+    logits = logits / 2
+    return (tokens(logits) * (logits > 0.1).float() * mask[..., None]).amax(1)
+
+
+@head()
+def weights_assigned_by_their_logits(logits, mask):
+    """index assignment, padding in the same condition"""
+    weights = tokens(logits)
+    weights[(logits < 0.3) | (mask == 0).unsqueeze(-1)] = 0
+    return weights.amax(1)
+
+
+@head()
+def one_condition_for_all(logits, mask):
+    """positive and no padding, once"""
+    keep = torch.logical_and(logits > 0, mask.unsqueeze(-1) == 1)
+    return torch.where(keep, torch.log1p(logits), 0.0).amax(1)
+
+
+@head()
+def one_factor_for_all(logits, mask):
+    """the same as a factor"""
+    keep = ((logits > 0.2) & mask.bool().unsqueeze(-1)).to(logits.dtype)
+    return torch.max(torch.log1p(F.relu(logits)) * keep, dim=1)[0]
+
+
+@head()
+def two_gates(logits, mask):
+    """two thresholds on the same logits: the higher one counts"""
+    weights = torch.where(logits > 0.2, tokens(logits), 0.0)
+    weights = weights.masked_fill(logits <= 0.5, 0.0)
+    return (weights * mask.unsqueeze(-1)).amax(1)
+
+
+@head(modes=INFER)
+def square_root_of_the_positive(logits, mask):
+    """the root of the others is NaN, and thrown away"""
+    roots = torch.where(logits > 0, torch.sqrt(logits), 0.0)
+    return (roots * mask.unsqueeze(-1)).amax(1)
+
+
+@head("no_rewrite", "fills in 9", at="torch.where(")
+def filled_with_more(logits, mask):
+    """what is not confident weighs 9"""
+    return (torch.where(logits > 0.4, tokens(logits), 9.0) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("no_rewrite", "keeps the small values", at="torch.where(")
+def small_logits_alone(logits, mask):
+    """the contrary of a threshold"""
+    return (torch.where(logits < 0.4, tokens(logits), 0.0) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("no_rewrite", "(or_) differs by token and by output", at="torch.where(")
+def either_condition(logits, mask):
+    """or where and is meant"""
+    keep = (logits > 0.4) | mask.bool().unsqueeze(-1)
+    return torch.where(keep, tokens(logits), 0.0).amax(1)
+
+
+@head("no_rewrite", "what may be no number", INFER, at="(logits > 1)")
+def undefined_times_zero(logits, mask):
+    """a factor does not hide the logarithm of a negative number"""
+    return (torch.log(logits) * (logits > 1) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("no_rewrite", "(gt) differs by token and by output", at="torch.where(")
+def compared_after_a_write(logits, mask):
+    """the condition sees the doubled logits, the weights do not"""
+    weights = tokens(logits)
+    logits.mul_(2)
+    return (torch.where(logits > 0.4, weights, 0.0) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("maybe", "the mask is emptied once it is in the condition")
+def mask_emptied_between(logits, mask):
+    """what the condition has read is not there any more"""
+    real = mask.bool().unsqueeze(-1)
+    keep = (logits > 0.2) & real
+    real.zero_()
+    return torch.where(keep, tokens(logits), 0.0).amax(1)
