@@ -1,10 +1,10 @@
-"""How the scores are written, how alpha is given, and where the values come in."""
+"""How the scores are written, how alpha is given, where the values come in; and rows of probabilities alone."""
 
 from __future__ import annotations
 
+import functools
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,14 +20,14 @@ from corpus.entmax.registry import (
     H,
     L,
     attention,
+    entmax,
     hidden,
     keep,
     normal,
     program,
     qkv,
+    rows,
 )
-
-entmax = pytest.importorskip("entmax")
 
 
 @attention()
@@ -42,16 +42,8 @@ each(
     attention(),
     operator_at=lambda q, k, v, mask: entmax.sparsemax(q @ k.mT * SCALE) @ v,
     alpha_float=lambda q, k, v, mask: entmax.entmax_bisect(q @ k.mT * SCALE, alpha=1.3, dim=-1) @ v,
-    alpha_positional=lambda q, k, v, mask: entmax.entmax_bisect(q @ k.mT * SCALE, 1.75, -1, 40) @ v,
     bisect_of_sparsemax=lambda q, k, v, mask: entmax.sparsemax_bisect(q @ k.mT * SCALE, dim=-1) @ v,
 )
-
-
-@attention()
-def scaled_query_first(q, k, v, mask):
-    """q = q * scale, as Bart does"""
-    q = q * D**-0.5
-    return entmax.entmax15(q @ k.transpose(-1, -2), -1) @ v
 
 
 @attention()
@@ -59,14 +51,6 @@ def both_scaled(q, k, v, mask):
     """q and k each divided by d**(1/4), as Megatron and SD do"""
     q, k = q / D**0.25, k / D**0.25
     return entmax.entmax15(torch.einsum("bhid,bhjd->bhij", q, k), dim=-1) @ v
-
-
-@attention()
-def einsum_named(q, k, v, mask):
-    """lucidrains: sim = einsum('b h i d, b h j d -> b h i j', q, k) * scale"""
-    sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * SCALE
-    attn = entmax.entmax15(sim, dim=-1)
-    return torch.einsum("b h i j, b h j d -> b h i d", attn, v)
 
 
 @attention()
@@ -79,25 +63,11 @@ def einsum_length_first(q, k, v, mask):
 
 
 @attention()
-def einsum_ellipsis(q, k, v, mask):
-    attn = entmax.sparsemax(torch.einsum("...qd,...kd->...qk", q, k) * SCALE, dim=-1)
-    return torch.einsum("...qk,...kd->...qd", attn, v)
-
-
-@attention()
 def keys_by_rows(q, k, v, mask):
     """scores transposed: entmax over axis 2 of [B, H, Lk, Lq]"""
     scores = k @ q.transpose(-1, -2) * SCALE
     attn = entmax.entmax15(scores, dim=2)
     return attn.transpose(-1, -2) @ v
-
-
-@attention()
-def bmm_of_merged_heads(q, k, v, mask):
-    """fairseq and Bart: [B*H, L, D] and bmm"""
-    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
-    weights = torch.bmm(q * SCALE, k.transpose(1, 2))
-    return torch.bmm(entmax.entmax15(weights, dim=-1), v).view(B, H, L, D).transpose(1, 2)
 
 
 @attention()
@@ -111,22 +81,10 @@ def baddbmm_alpha(q, k, v, mask):
 
 
 @attention()
-def product_and_sum(q, k, v, mask):
-    scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * SCALE
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
 def values_by_product_and_sum(q, k, v, mask):
     """(attn.unsqueeze(-1) * v).sum: pooling written out"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return (attn.unsqueeze(-1) * v.unsqueeze(2)).sum(dim=3)
-
-
-@attention()
-def dropout_off(q, k, v, mask):
-    attn = F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), p=0.0)
-    return attn @ v
 
 
 @attention()
@@ -141,13 +99,6 @@ def alpha_per_head(q, k, v, raw):
     """Correia et al.: alpha = 1 + sigmoid(a), one a head, with its gradient"""
     alpha = 1 + torch.sigmoid(raw).view(1, -1, 1, 1)
     return entmax.entmax_bisect(q @ k.mT * SCALE, alpha=alpha, dim=-1) @ v
-
-
-@attention(inputs=lambda: (*qkv(), normal((H,), 7)))
-def alpha_expanded(q, k, v, raw):
-    """the same, expanded by the user to every row"""
-    alpha = raw.sigmoid().add(1.01).reshape(1, H, 1, 1).expand(B, -1, L, 1)
-    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha) @ v
 
 
 @attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((H,), 8)))
@@ -178,13 +129,7 @@ each(
     # timm's attention, packed qkv
     packed_qkv_entmax15_module=lambda: (Module(entmax.Entmax15(dim=-1)), (hidden(),)),
     packed_qkv_sparsemax_module=lambda: (Module(entmax.Sparsemax(dim=3)), (hidden(),)),
-    packed_qkv_bisect_module=lambda: (Module(entmax.EntmaxBisect(1.2, n_iter=30)), (hidden(),)),
 )
-
-
-@program()
-def packed_qkv_sparsemax_bisect_module():
-    return Module(entmax.SparsemaxBisect(n_iter=50)), (hidden(),)
 
 
 @attention(modes=INFER, precision=torch.bfloat16, inputs=lambda: (*qkv(dtype=torch.bfloat16),))
@@ -225,3 +170,51 @@ def pooling_by_a_learned_query(query, states):
     scores = torch.matmul(states, query)
     attn = entmax.entmax15(scores, dim=-1)
     return torch.bmm(attn.unsqueeze(1), states).squeeze(1)
+
+
+each(
+    rows(),
+    last_axis=lambda x: entmax.entmax15(x, dim=-1),
+    first_axis=lambda x: entmax.sparsemax(x, 0),
+    middle_axis=lambda x: entmax.entmax_bisect(x, alpha=1.4, dim=1),
+    # k= of a router over many experts
+    axis_by_name_and_k=lambda x: entmax.sparsemax(X=x, dim=2, k=3),
+)
+
+
+@rows(shape=(6, 9))
+def router(x):
+    """a gate: logits to weights, and a load term"""
+    gates = entmax.entmax15(x * 0.5, dim=-1)
+    return gates, (gates > 0).float().mean(0)
+
+
+no_attention = functools.partial(attention, "no_rewrite", prefix="no_attention_")
+
+
+@attention(pattern="entmax")
+@no_attention("probabilities are also returned", at="attn =")
+def probabilities_returned(q, k, v, mask):
+    """output_attentions=True"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn @ v, attn
+
+
+@attention(pattern="entmax", modes=TRAIN)
+@no_attention("dropout is active", TRAIN, at="F.dropout(")
+def dropout_in_training(q, k, v, mask):
+    """attention dropout between probabilities and values"""
+    return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.25) @ v
+
+
+@attention(pattern="entmax", inputs=lambda: (normal((2, 7, 8), 1), normal((8,), 2), keep()))
+def additive_pooling(states, w, mask):
+    """scores from one linear; no keys"""
+    scores = torch.tanh(states) @ w
+    attn = entmax.entmax15(scores.masked_fill(~mask, -1e9), dim=1)
+    return (states * attn.unsqueeze(-1)).sum(1)
+
+
+@program(pattern="entmax", rewrites=2)
+def two_in_a_row():
+    return lambda x: entmax.sparsemax(entmax.entmax15(x, -1) * 4, -1), (normal((4, 6), 1, 2.0),)

@@ -1,12 +1,28 @@
-"""Versions that people carry along in their own files."""
+"""Versions that people carry along in their own files, copies of the package among them."""
 
 from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from types import ModuleType
 
 import torch
 from torch.autograd import Function
 
-from corpus.case import each
-from corpus.entmax.registry import INFER, SCALE, attention, program, qkv, rows
+from corpus.case import BOTH, each
+from corpus.entmax.registry import (
+    INFER,
+    SCALE,
+    H,
+    attention,
+    entmax,
+    keep,
+    normal,
+    program,
+    qkv,
+    rows,
+)
 
 SEEN: list = []
 
@@ -227,31 +243,12 @@ def lowest_numbers_are_not_doubled(x):
 
 
 @rows()
-def sparsemax_with_lambda_added(x):
-    """Wang and Carreira-Perpinan: the multiplier is minus the threshold"""
-    top = x.sort(-1, descending=True).values
-    k = torch.arange(1, x.size(-1) + 1)
-    multiplier = (1 - top.cumsum(-1)) / k
-    rho = (top + multiplier > 0).sum(-1, keepdim=True)
-    return torch.relu(x + multiplier.gather(-1, rho - 1))
-
-
-@rows()
 def negative_differences_filled_with_zeros(x):
     """a rectifier by masked_fill()"""
     top = x.sort(-1, descending=True).values
     tau = (top.cumsum(-1) - 1) / torch.arange(1, x.size(-1) + 1)
     above = x - tau.gather(-1, (top > tau).sum(-1, keepdim=True) - 1)
     return above.masked_fill(above <= 0, 0)
-
-
-@rows()
-def zeros_in_front_of_the_differences(x):
-    """a rectifier by where(), the zeros first"""
-    top = x.sort(-1, descending=True).values
-    tau = (top.cumsum(-1) - 1) / torch.arange(1, x.size(-1) + 1)
-    above = x - tau.gather(-1, (top > tau).sum(-1, keepdim=True) - 1)
-    return torch.where(above <= 0, 0, above)
 
 
 @attention()
@@ -269,12 +266,6 @@ each(
     # AdaSplash's reference
     attention_by_bisection=lambda q, k, v, mask: Bisect.apply(q @ k.mT * SCALE) @ v,
 )
-
-
-@attention()
-def attention_by_own_sparsemax(q, k, v, mask):
-    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
-    return sort_sparsemax(scores) @ v
 
 
 @attention()
@@ -336,3 +327,80 @@ def threshold_taken_off_in_place(x):
     size = (1 + k * s > s.cumsum(-1)).sum(-1, keepdim=True)
     z -= (s.cumsum(-1).gather(-1, size - 1) - 1) / size
     return z.clamp_(min=0)
+
+
+def copy_of(name: str) -> ModuleType:
+    """A module of the package under another name, which nothing was substituted in."""
+    path = pathlib.Path(entmax.__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"vendored_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# torch 2.11 ends the graph at a class method where a gradient is wanted
+MODES = BOTH if torch.__version__ >= (2, 13) else INFER
+ACTIVATIONS, ROOTS = copy_of("activations"), copy_of("root_finding")
+
+
+@attention(modes=MODES)
+def copied_entmax15_module(q, k, v, mask):
+    """Entmax15(dim=-1), k at least the number of keys"""
+    scores = (q @ k.mT * 0.35).masked_fill(~mask[:, None, None], -1e9)
+    return ACTIVATIONS.Entmax15(dim=-1, k=64)(scores) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H,), 7)), modes=MODES)
+def copied_bisection(q, k, v, raw):
+    """a learned alpha a head"""
+    alpha = 1 + torch.sigmoid(raw)[:, None, None]
+    return ROOTS.entmax_bisect(q @ k.mT * 0.35, alpha) @ v
+
+
+class ReadsItsSupport(Function):
+    """OpenNMT-py's onmt.modules.sparse_activations: sizes squeezed in the backward, in place in the forward."""
+
+    @staticmethod
+    def forward(ctx, x, dim=0):
+        ctx.dim = dim
+        top, _ = x.max(dim=dim, keepdim=True)
+        x -= top
+        s, _ = torch.sort(x, descending=True, dim=dim)
+        c = s.cumsum(dim) - 1
+        n = torch.arange(1, x.size(dim) + 1, dtype=x.dtype).view(-1, *(1,) * (x.dim() - 1))
+        inside = n.transpose(0, dim) * s > c
+        size = inside.sum(dim=dim).unsqueeze(dim)
+        tau = c.gather(dim, size - 1)
+        tau /= size.to(x.dtype)
+        p = torch.clamp(x - tau, min=0)
+        ctx.save_for_backward(size, p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        size, p = ctx.saved_tensors
+        inside = grad.clone()
+        inside[p == 0] = 0
+        mean = inside.sum(dim=ctx.dim) / size.to(p.dtype).squeeze()
+        return torch.where(p != 0, inside - mean.unsqueeze(ctx.dim), inside), None
+
+
+@attention(inputs=lambda: (*qkv(), keep()))
+def opennmt(q, k, v, mask):
+    """.squeeze() of sizes that no axis of one element may take part in"""
+    return ReadsItsSupport.apply((q @ k.mT * 0.35).clone(), -1) @ v
+
+
+@rows()
+def tensorflow_addons(x):
+    """flattened; tau is looked up by the numbers of the rows, and there are 15"""
+    z = x.reshape(-1, x.shape[-1])
+    s, _ = torch.topk(z, k=z.size(-1))
+    c = torch.cumsum(s, -1)
+    n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype)
+    size = (1 + n * s > c).to(torch.int32).sum(-1)
+    at = torch.stack([torch.arange(z.size(0)), size.clamp(min=1).long() - 1], 1)
+    tau = (c[at[:, 0], at[:, 1]] - 1) / size.to(z.dtype)
+    return torch.maximum(torch.zeros((), dtype=z.dtype), z - tau[:, None]).reshape(x.shape)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 from torch import nn
 
@@ -17,14 +14,13 @@ from corpus.entmax.registry import (
     H,
     L,
     attention,
+    entmax,
     hidden,
     keep,
     normal,
     program,
     qkv,
 )
-
-entmax = pytest.importorskip("entmax")
 
 
 def repeat_kv(x, n):
@@ -41,12 +37,6 @@ def grouped():
 def repeated_by_expand(q, k, v, mask):
     """Llama"""
     k, v = repeat_kv(k, 2), repeat_kv(v, 2)
-    return entmax.entmax15(q @ k.transpose(2, 3) * SCALE, dim=-1) @ v
-
-
-@attention(inputs=grouped)
-def repeated_by_interleave(q, k, v, mask):
-    k, v = k.repeat_interleave(2, dim=1), torch.repeat_interleave(v, 2, 1)
     return entmax.entmax15(q @ k.transpose(2, 3) * SCALE, dim=-1) @ v
 
 
@@ -88,34 +78,6 @@ def five_axes(q, k, mask):
     scores = q @ k.transpose(-1, -2) * SCALE
     scores = scores.masked_fill(~mask[:, None, None, None], -1e9)
     return entmax.entmax15(scores, dim=-1) @ k
-
-
-class SelfAttention(nn.Module):
-    """BERT's self attention with separate projections and a switched-off dropout."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.query, self.key, self.value = (nn.Linear(E, E) for _ in range(3))
-        self.dropout = nn.Dropout(0.0)
-
-    def split(self, x):
-        return x.view(*x.shape[:-1], H, D).permute(0, 2, 1, 3)
-
-    def forward(self, x, mask):
-        q, k, v = (self.split(f(x)) for f in (self.query, self.key, self.value))
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(D)
-        scores = scores + mask
-        context = torch.matmul(self.dropout(entmax.entmax15(scores, dim=-1)), v)
-        context = context.permute(0, 2, 1, 3).contiguous()
-        return context.view(*context.shape[:-2], E)
-
-
-@program()
-def bert_self_attention():
-    """BERT"""
-    mask = (1.0 - keep()[:, None, None, :].float()) * -10000.0
-    return SelfAttention(), (hidden(), mask)
 
 
 @program()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from torch import nn
 
+from corpus.case import each, of
 from corpus.entmax.registry import (
     INFER,
     SCALE,
@@ -17,66 +16,117 @@ from corpus.entmax.registry import (
     H,
     L,
     attention,
+    entmax,
     normal,
-    program,
     qkv,
+    scored,
 )
 
-entmax = pytest.importorskip("entmax")
+INF = math.inf
+LOW = torch.finfo(torch.float32).min
+FUTURE = torch.ones(L, L).triu(1).bool()
 
 
-@attention()
-def fill_minus_infinity(q, k, v, mask):
-    scores = q @ k.mT * SCALE
-    scores = scores.masked_fill(mask[:, None, None] == 0, float("-inf"))
-    return entmax.entmax15(scores, dim=-1) @ v
+def left(mask):
+    """[B, 1, 1, Lk] of sequences that begin with padding."""
+    return mask.flip(1)[:, None, None]
 
 
-@attention()
-def fill_minus_1e9_in_place(q, k, v, mask):
-    """masked_fill_ as the annotated transformer's descendants do"""
-    scores = q @ k.mT * SCALE
-    scores.masked_fill_(~mask.unsqueeze(1).unsqueeze(2), -1e9)
-    return entmax.entmax15(scores, dim=-1) @ v
+def first_alone(mask):
+    """[B, 1, 1, Lk], the second sequence all padding."""
+    return (mask & torch.tensor([True, False])[:, None])[:, None, None]
 
 
-@attention()
-def fill_finfo_min(q, k, v, mask):
-    """lucidrains: masked_fill_(~mask, -torch.finfo(sim.dtype).max)"""
-    sim = torch.einsum("bhid,bhjd->bhij", q, k) * SCALE
-    sim = sim.masked_fill(~mask[:, None, None, :], -torch.finfo(sim.dtype).max)
-    return torch.einsum("bhij,bhjd->bhid", entmax.entmax15(sim, dim=-1), v)
+def added(keep):
+    """Hugging Face: (1 - mask) * finfo.min"""
+    return (1.0 - keep.to(torch.float32)) * LOW
 
 
-@attention()
-def where_mask(q, k, v, mask):
-    scores = q @ k.mT * SCALE
-    low = torch.finfo(scores.dtype).min
-    return entmax.sparsemax(torch.where(mask[:, None, None, :], scores, low), dim=-1) @ v
+def triangle():
+    return torch.full((L, L), -INF).triu(1)
 
 
-@attention()
-def where_tensor_fill(q, k, v, mask):
-    """GPT-2: the value filled in is a tensor"""
-    scores = q @ k.mT * SCALE
-    low = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype)
-    return entmax.entmax15(torch.where(mask[:, None, None, :], scores, low), dim=-1) @ v
+def distances():
+    at = torch.arange(L)
+    return -(at[:, None] - at).abs() * 0.3
 
 
-@attention()
-def extended_mask(q, k, v, mask):
-    """Hugging Face: (1 - mask[:, None, None, :]) * min, added"""
-    extended = (1.0 - mask[:, None, None, :].to(q.dtype)) * torch.finfo(q.dtype).min
-    scores = q @ k.mT / math.sqrt(D) + extended
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
-def extended_mask_1e4(q, k, v, mask):
-    """old BERT: * -10000.0, added in place"""
-    scores = q @ k.mT / math.sqrt(D)
-    scores += (1.0 - mask[:, None, None, :].float()) * -10000.0
-    return entmax.entmax15(scores, dim=-1) @ v
+each(
+    scored(),
+    fill_minus_infinity=lambda s, mask: s.masked_fill(mask[:, None, None] == 0, -INF),
+    # as the annotated transformer's descendants do
+    fill_minus_1e9_in_place=lambda s, mask: s.masked_fill_(~mask.unsqueeze(1).unsqueeze(2), -1e9),
+    # lucidrains
+    fill_finfo_min=lambda s, mask: s.masked_fill(~mask[:, None, None, :], -torch.finfo(s.dtype).max),
+    log_of_a_mask=lambda s, mask: s + mask[:, None, None].to(s.dtype).log(),
+    # one's own stabilisation before the package's
+    maximum_subtracted_first=lambda s, mask: s - s.max(dim=-1, keepdim=True)[0],
+    where_mask=lambda s, mask: torch.where(mask[:, None, None], s, LOW),
+    # GPT-2: the value filled in is a tensor
+    where_tensor_fill=lambda s, mask: torch.where(mask[:, None, None], s, torch.full([], LOW)),
+    extended_mask=lambda s, mask: s + added(mask[:, None, None]),
+    # old BERT
+    extended_mask_in_place=lambda s, mask: s.add_((1 - mask[:, None, None].float()) * -10000.0),
+    # a mask that is made in the graph, -inf back to finfo.min by clamp
+    floored_mask=lambda s, mask: (
+        (s + torch.where(mask, 0.0, -INF)[:, None, None]).clamp(min=torch.finfo(s.dtype).min)
+    ),
+    # clamp passes a tie's gradient on, as the sum does in a sequence that is all padding
+    floor_at_the_added_number=lambda s, mask: (s + added(first_alone(mask))).clamp(min=LOW),
+    # finfo.min by a floor and by a fill; neither passes a gradient on
+    floored_mask_then_triangle=lambda s, mask: torch.where(
+        ~FUTURE, (s + torch.where(left(mask), 0.0, -INF)).clamp(min=LOW), LOW
+    ),
+    # minGPT
+    tril_ones=lambda s, mask: s.masked_fill(torch.tril(torch.ones(L, L)).view(1, 1, L, L) == 0, -INF),
+    # nn.Transformer.generate_square_subsequent_mask
+    triu_minus_infinity_added=lambda s, mask: s + torch.triu(torch.full((L, L), -INF), diagonal=1),
+    # one boolean mask of both
+    causal_and_padding=lambda s, mask: torch.where(
+        torch.ones(L, L).bool().tril() & mask[:, None, None], s, torch.tensor(-INF)
+    ),
+    # the triangle filled with min, then an additive padding mask
+    gpt2_then_padding=lambda s, mask: (
+        torch.where(torch.ones(L, L).tril().bool(), s, LOW) + added(mask[:, None, None])
+    ),
+    # a sequence that is all padding, with a mask that is added: the gradient passes on to the scores
+    row_without_keys_added=lambda s, mask: s + added(first_alone(mask)),
+    # Hugging Face's decoders: one additive mask of both, to sequences that begin with padding
+    causal_and_left_padding_added=lambda s, mask: s + torch.where(~FUTURE & left(mask), 0.0, LOW),
+    # two sums: what the second drops is no longer at the number of the first
+    left_padding_added_then_triangle_of_infinity=lambda s, mask: s + added(left(mask)) + triangle(),
+    # three terms: finfo.min filled in, an added -inf triangle, ALiBi
+    padding_then_causal_then_distances=lambda s, mask: (
+        s.masked_fill(~mask[:, None, None], LOW) + triangle() + distances()
+    ),
+    # a row that the fill empties passes no gradient on, though a bias is added to it
+    padding_filled_then_distances=lambda s, mask: s.masked_fill(~first_alone(mask), LOW) + distances(),
+    # GPT-2 on sequences that begin with padding: rows whose keys are filled here, added to there
+    left_padding_after_the_triangle=lambda s, mask: torch.where(~FUTURE, s, LOW) + added(left(mask)),
+    # -1e9 for padding, -inf for the future, either way round, or the triangle added
+    padding_then_causal_of_another_fill=lambda s, mask: (
+        s.masked_fill(~left(mask), -1e9).masked_fill(FUTURE, -INF)
+    ),
+    padding_then_causal_added=lambda s, mask: s.masked_fill(~left(mask), -1e9) + triangle(),
+    causal_then_padding_of_another_fill=lambda s, mask: (
+        s.masked_fill(FUTURE, -INF).masked_fill(~mask[:, None, None], -1e9)
+    ),
+)  # fmt: skip
+each(
+    scored(modes=INFER),
+    # a sequence that is all padding: uniform under a finite fill
+    row_without_keys=lambda s, mask: s.masked_fill(~first_alone(mask), -1e9),
+    # in a row without keys all that are filled are alike
+    two_masks_in_front_of_a_bias=lambda s, mask: (
+        s.masked_fill(FUTURE, LOW).masked_fill(~left(mask), LOW) + distances()
+    ),
+)
+each(
+    scored(inputs=lambda: (*qkv(), combined_biases())),
+    given_bias=lambda s, bias: s + bias,
+    # the same behind a triangle that was filled in
+    given_bias_after_the_triangle=lambda s, bias: torch.where(~FUTURE, s, LOW) + bias.flip(3),
+)
 
 
 @attention(modes=INFER, inputs=lambda: (*qkv(), combined_biases()))
@@ -87,35 +137,9 @@ def floored_scores(q, k, v, bias):
     return torch.bmm(entmax.entmax15(scores, dim=-1), v.flatten(0, 1))
 
 
-@attention()
-def floored_mask(q, k, v, mask):
-    """the same of a mask that is made in the graph, by clamp"""
-    scores = q @ k.mT * SCALE + torch.where(mask, 0.0, -torch.inf)[:, None, None]
-    return entmax.entmax15(scores.clamp(min=torch.finfo(scores.dtype).min), dim=-1) @ v
-
-
-@attention()
-def floor_at_the_added_number(q, k, v, mask):
-    """clamp passes a tie's gradient on, as the sum does in a sequence that is all padding"""
-    mask = mask & torch.tensor([True, False])[:, None]
-    low = torch.finfo(q.dtype).min
-    scores = q @ k.mT * SCALE + (1.0 - mask[:, None, None].to(q.dtype)) * low
-    return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
-
-
-@attention()
-def floored_mask_then_triangle(q, k, v, mask):
-    """finfo.min by a floor and by a fill; neither passes a gradient on"""
-    low, left = torch.finfo(q.dtype).min, mask.flip(1)[:, None, None]
-    scores = (q @ k.mT * SCALE + torch.where(left, 0.0, -torch.inf)).clamp(min=low)
-    return entmax.entmax15(torch.where(~FUTURE, scores, low), dim=-1) @ v
-
-
-@attention()
-def boolean_assignment(q, k, v, mask):
-    scores = q @ k.mT * SCALE
-    scores[~mask[:, None, None, :].expand_as(scores)] = float("-inf")
-    return entmax.entmax15(scores, dim=-1) @ v
+@scored()
+def boolean_assignment(scores, mask):
+    scores[~mask[:, None, None, :].expand_as(scores)] = -INF
 
 
 @attention()
@@ -124,7 +148,7 @@ def fairseq_padding(q, k, v, mask):
     q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
     weights = torch.bmm(q, k.transpose(1, 2)) * SCALE
     weights = weights.view(B, H, L, L)
-    weights = weights.masked_fill(~mask.unsqueeze(1).unsqueeze(2), float("-inf"))
+    weights = weights.masked_fill(~mask.unsqueeze(1).unsqueeze(2), -INF)
     weights = weights.view(B * H, L, L)
     return torch.bmm(entmax.entmax15(weights, dim=-1), v)
 
@@ -136,67 +160,6 @@ def repeated_padding(q, k, v, mask):
     scores = torch.bmm(q, k.transpose(1, 2)) * SCALE
     dropped = (~mask).repeat_interleave(H, dim=0).unsqueeze(1)
     return torch.bmm(entmax.entmax15(scores.masked_fill(dropped, -1e9), dim=-1), v)
-
-
-@attention()
-def tril_ones(q, k, v, mask):
-    """minGPT: masked_fill(tril == 0, -inf)"""
-    scores = q @ k.mT * SCALE
-    lower = torch.tril(torch.ones(L, L)).view(1, 1, L, L)
-    return entmax.entmax15(scores.masked_fill(lower == 0, float("-inf")), dim=-1) @ v
-
-
-@attention()
-def triu_bool(q, k, v, mask):
-    """lucidrains: torch.ones(i, j, dtype=bool).triu(j - i + 1)"""
-    sim = torch.einsum("bhid,bhjd->bhij", q, k) * SCALE
-    i, j = sim.shape[-2:]
-    causal = torch.ones((i, j), dtype=torch.bool).triu(j - i + 1)
-    sim = sim.masked_fill(causal, -torch.finfo(sim.dtype).max)
-    return entmax.entmax15(sim, dim=-1) @ v
-
-
-@attention()
-def triu_minus_infinity_added(q, k, v, mask):
-    """nn.Transformer.generate_square_subsequent_mask"""
-    causal = torch.triu(torch.full((L, L), float("-inf")), diagonal=1)
-    return entmax.sparsemax(q @ k.mT * SCALE + causal, dim=-1) @ v
-
-
-@attention()
-def positions_compared(q, k, v, mask):
-    at = torch.arange(q.size(2))
-    scores = (q @ k.mT * SCALE).masked_fill(~(at[None, :] <= at[:, None]), float("-inf"))
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
-def causal_and_padding(q, k, v, mask):
-    """one boolean mask of both"""
-    lower = torch.ones(L, L, dtype=torch.bool).tril()
-    both = lower[None, None] & mask[:, None, None, :]
-    scores = torch.where(both, q @ k.mT * SCALE, torch.tensor(float("-inf")))
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-class Buffered(nn.Module):
-    """nanoGPT: the triangle is a buffer, cut to the length."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
-
-    def forward(self, q, k, v):
-        n = q.size(-2)
-        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(self.bias[:, :, :n, :n] == 0, float("-inf"))
-        return entmax.entmax15(att, dim=-1) @ v
-
-
-@program()
-def causal_buffer():
-    """nanoGPT"""
-    return Buffered(), qkv()
 
 
 @attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((1, H, L, L), 9)))
@@ -211,42 +174,7 @@ def alibi(q, k, v, slopes):
     at = torch.arange(L)
     distance = (at[None, :] - at[:, None]).to(q.dtype)
     scores = q @ k.mT * SCALE + slopes[:, None, None] * distance
-    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((15, H), 9)))
-def relative_position_table(q, k, v, table):
-    """Swin: gathered from a table of relative positions"""
-    at = torch.arange(L)
-    index = at[:, None] - at[None, :] + L
-    bias = table[index.view(-1)].view(L, L, H).permute(2, 0, 1).unsqueeze(0)
-    return entmax.entmax15(q * SCALE @ k.mT + bias, dim=-1) @ v
-
-
-@attention()
-def gpt2_then_padding(q, k, v, mask):
-    """the triangle filled with min, then an additive padding mask"""
-    low = torch.finfo(q.dtype).min
-    scores = torch.where(torch.ones(L, L).tril().bool(), q @ k.mT * SCALE, low)
-    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * low
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention(modes=INFER)
-def row_without_keys(q, k, v, mask):
-    """a sequence that is all padding: uniform under a finite fill"""
-    mask = mask & torch.tensor([True, False])[:, None]
-    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
-def row_without_keys_added(q, k, v, mask):
-    """the same with a mask that is added: there the gradient passes on to the scores"""
-    mask = mask & torch.tensor([True, False])[:, None]
-    scores = q @ k.mT * SCALE
-    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), -INF)
     return entmax.entmax15(scores, dim=-1) @ v
 
 
@@ -256,98 +184,6 @@ def causal_rows_without_keys_added(q, k, v, mask):
     k, v = k[:, :, : L - 2], v[:, :, : L - 2]
     future = torch.full((L, L - 2), torch.finfo(torch.float32).min).triu(-1)
     return entmax.sparsemax(q @ k.mT * SCALE + future, dim=-1) @ v
-
-
-FUTURE = torch.ones(L, L).triu(1).bool()
-
-
-@attention()
-def causal_and_left_padding_added(q, k, v, mask):
-    """Hugging Face's decoders: one additive mask of both, to sequences that begin with padding"""
-    keep = ~FUTURE & mask.flip(1)[:, None, None]
-    extended = torch.where(keep, 0.0, torch.finfo(q.dtype).min)
-    return entmax.entmax15(q @ k.mT * SCALE + extended, dim=-1) @ v
-
-
-@attention()
-def left_padding_added_then_triangle_of_infinity(q, k, v, mask):
-    """two sums: what the second drops is no longer at the number of the first"""
-    padding = (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
-    scores = q @ k.mT * SCALE + padding
-    scores = scores + torch.full((L, L), -torch.inf).triu(1)
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
-def padding_then_causal_then_distances(q, k, v, mask):
-    """three terms: finfo.min filled in, an added -inf triangle, ALiBi"""
-    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
-    scores = scores + torch.full((L, L), -torch.inf).triu(1)
-    return entmax.entmax15(scores + distances(q), dim=-1) @ v
-
-
-@attention()
-def padding_filled_then_distances(q, k, v, mask):
-    """a row that the fill empties passes no gradient on, though a bias is added to it"""
-    mask = mask & torch.tensor([True, False])[:, None]
-    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
-    return entmax.entmax15(scores + distances(q), dim=-1) @ v
-
-
-@attention()
-def left_padding_after_the_triangle(q, k, v, mask):
-    """GPT-2 on sequences that begin with padding: rows whose keys are filled here, added to there"""
-    low = torch.finfo(q.dtype).min
-    scores = torch.where(~FUTURE, q @ k.mT * SCALE, low)
-    scores = scores + (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * low
-    return entmax.sparsemax(scores, dim=-1) @ v
-
-
-@attention(inputs=lambda: (*qkv(), combined_biases()))
-def given_mask_after_the_triangle(q, k, v, bias):
-    """the same with a mask that the caller made"""
-    scores = torch.where(~FUTURE, q @ k.mT * SCALE, torch.finfo(q.dtype).min)
-    return entmax.sparsemax(scores + bias.flip(3), dim=-1) @ v
-
-
-@attention("maybe", "the mask that was added is another one by then", modes=INFER)
-def mask_written_before_it_is_added(q, k, v, mask):
-    """the additive mask of one layer, its boolean reused"""
-    keep = mask[:, None, None].clone()
-    bias = torch.where(keep, 0.0, -torch.inf)
-    keep.fill_(True)
-    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
-
-
-def distances(q):
-    at = torch.arange(L)
-    return -(at[:, None] - at).abs().to(q.dtype) * 0.3
-
-
-@attention()
-def padding_then_causal_of_another_fill(q, k, v, mask):
-    """-1e9 for padding, -inf for the future; the second sequence begins with padding"""
-    left = torch.stack([mask[0], mask[1].flip(0)])
-    scores = (q @ k.mT * SCALE).masked_fill(~left[:, None, None], -1e9)
-    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
-def padding_then_causal_added(q, k, v, mask):
-    """the same, the triangle added"""
-    left = torch.stack([mask[0], mask[1].flip(0)])
-    scores = (q @ k.mT * SCALE).masked_fill(~left[:, None, None], -1e9)
-    scores = scores + torch.full((L, L), float("-inf"), dtype=q.dtype).triu(1)
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
-def causal_then_padding_of_another_fill(q, k, v, mask):
-    """-inf for the future first, then -1e9 for padding"""
-    scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
-    scores = scores.masked_fill(~mask[:, None, None], -1e9)
-    return entmax.entmax15(scores, dim=-1) @ v
 
 
 def combined_biases() -> torch.Tensor:
@@ -367,28 +203,11 @@ def some_rows_without_keys() -> torch.Tensor:
 
 
 @attention()
-def assigned_by_a_mask_of_the_last_axes(q, k, v, mask):
-    scores = q @ k.mT * SCALE
-    scores[:, :, torch.ones(L, L, dtype=torch.bool).triu(1)] = float("-inf")
-    return entmax.entmax15(scores, dim=-1) @ v
-
-
-@attention()
 def assigned_behind_an_ellipsis(q, k, v, mask):
     """scores[..., later] = -1e9, over heads that are one axis with the batch"""
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE
     scores[..., torch.ones(L, L, dtype=torch.bool).triu(1)] = -1e9
     return torch.bmm(entmax.sparsemax(scores, dim=-1), v.flatten(0, 1)).view_as(v)
-
-
-@attention(modes=INFER)
-def two_masks_in_front_of_a_bias(q, k, v, mask):
-    """the triangle, then left padding, then ALiBi: in a row without keys all that are filled are alike"""
-    low = torch.finfo(q.dtype).min
-    place = torch.arange(L)
-    scores = (q @ k.mT * SCALE).masked_fill(place[None] > place[:, None], low)
-    scores = scores.masked_fill(~mask.flip(1)[:, None, None], low)
-    return entmax.entmax15(scores - 0.1 * (place[:, None] - place[None]).abs(), dim=-1) @ v
 
 
 @attention(inputs=lambda: (*qkv(), some_rows_without_keys()))
@@ -440,98 +259,74 @@ def learned_biases_and_the_triangle_twice(q, k, v, bias):
     return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
 
 
-def _all_pairs():
-    return torch.ones(L, L, dtype=torch.bool)
-
-
-@attention()
-def mask_assigned_to(q, k, v, mask):
-    """a part of the boolean mask is assigned to before it is read"""
-    keep = _all_pairs()
+def part_of_all_pairs():
+    """A boolean mask of which a part is assigned to before it is read."""
+    keep = torch.ones(L, L, dtype=torch.bool)
     keep[2:, 1] = False
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, float("-inf")), dim=-1) @ v
+    return keep
 
 
-@attention()
-def dropped_pairs_assigned_to(q, k, v, mask):
-    """the same, read as it is"""
-    drop = ~_all_pairs()
-    drop[2:, 1] = True
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(drop, float("-inf")), dim=-1) @ v
+each(
+    scored(),
+    mask_assigned_to=lambda s, mask: s.masked_fill(~part_of_all_pairs(), -INF),
+    bias_of_a_mask_assigned_to=lambda s, mask: s + torch.where(part_of_all_pairs(), 0.0, -INF),
+    cast_of_a_mask_assigned_to=lambda s, mask: s + added(part_of_all_pairs()),
+)
 
 
-@attention()
-def bias_of_a_mask_assigned_to(q, k, v, mask):
-    """where() makes the bias of it"""
-    keep = _all_pairs()
-    keep[2:, 1] = False
-    bias = torch.where(keep, 0.0, float("-inf"))
-    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
-
-
-@attention()
-def cast_of_a_mask_assigned_to(q, k, v, mask):
-    """(1 - keep.float()) * finfo.min"""
-    keep = _all_pairs()
-    keep[2:, 1] = False
-    bias = (1 - keep.float()) * torch.finfo(q.dtype).min
-    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
-
-
-@attention()
-def bias_assigned_to(q, k, v, mask):
+@scored()
+def bias_assigned_to(scores, mask):
     """rows and columns by triu_indices, which do not make a boolean mask"""
     bias, (rows, columns) = torch.zeros(L, L), torch.triu_indices(L, L, 1)
-    bias[rows, columns] = float("-inf")
-    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+    bias[rows, columns] = -INF
+    return scores + bias
 
 
-@attention()
-def queries_scaled_in_part(q, k, v, mask):
+@scored()
+def scores_scaled_in_part(scores, mask):
     """a factor of every query, half of them assigned"""
     scale = torch.ones(L, 1)
     scale[3:] = 0.5
-    return entmax.entmax15(q @ k.mT * scale, dim=-1) @ v
+    return scores * scale
 
 
-@attention()
-def diagonal_filled_through_a_view(q, k, v, mask):
+@scored()
+def diagonal_filled_through_a_view(scores, mask):
     """no token attends to itself"""
-    keep = _all_pairs()
+    keep = torch.ones(L, L, dtype=torch.bool)
     keep.diagonal().fill_(False)
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, float("-inf")), dim=-1) @ v
+    return scores.masked_fill(~keep, -INF)
 
 
-@attention()
-def prefix_filled_through_a_view(q, k, v, mask):
+@scored()
+def prefix_filled_through_a_view(scores, mask):
     """the triangle, but for a prefix that every token attends to"""
     keep = torch.ones(L, L).tril()
     keep[:, :2].fill_(1.0)
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(keep == 0, -1e9), dim=-1) @ v
+    return scores.masked_fill(keep == 0, -1e9)
 
 
-@attention()
-def positions_written_through_a_view(q, k, v, mask):
+@scored()
+def positions_written_through_a_view(scores, mask):
     """arange no longer counts"""
     queries, keys = torch.arange(L), torch.arange(L)
     keys[3:5].zero_()
-    dropped = queries[:, None] < keys
-    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
+    return scores.masked_fill(queries[:, None] < keys, -1e9)
 
 
-@attention("no_rewrite", "changed in place", at="bias = (1 - keep")
-def mask_filled_after_its_cast(q, k, v, mask):
+@scored("no_rewrite", "changed in place", at="bias = (1 - keep")
+def mask_filled_after_its_cast(scores, mask):
     """the bias was made of the mask as it was before"""
     keep = mask.clone()
-    bias = (1 - keep[:, None, None].float()) * torch.finfo(q.dtype).min
+    bias = (1 - keep[:, None, None].float()) * LOW
     keep.fill_(True)
-    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+    return scores + bias
 
 
 @attention()
 def biases_of_heads_flattened(q, k, v, mask):
     """BLOOM: baddbmm of [B * H, L, D]"""
-    bias = torch.zeros(B, H, L, L).masked_fill(~mask[:, None, None], float("-inf"))
+    bias = torch.zeros(B, H, L, L).masked_fill(~mask[:, None, None], -INF)
     q, k, v, bias = (t.flatten(0, 1) for t in (q, k, v, bias))
     scores = torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=SCALE)
     return torch.bmm(entmax.entmax15(scores, dim=-1), v)
@@ -539,20 +334,13 @@ def biases_of_heads_flattened(q, k, v, mask):
 
 def assigned(drop):
     """Register scores of which `drop(scores)` takes keys out."""
-
-    def attend(q, k, v, mask):
-        scores = q @ k.mT * SCALE
-        dropped = drop(scores)
-        return entmax.entmax15(scores if dropped is None else dropped, dim=-1) @ v
-
-    attend.__name__ = "assigned_" + drop.__name__
-    attention()(attend)
-    attention(modes=INFER, dynamic=True, prefix="any_size_")(attend)
+    for fields in ({}, {"modes": INFER, "dynamic": True, "prefix": "any_size_"}):
+        of(scored(**fields), lambda drop: lambda scores, mask: drop(scores))(drop)
 
 
 @assigned
 def last_keys(scores):
-    scores[..., -2:] = -math.inf
+    scores[..., -2:] = -INF
 
 
 @assigned
@@ -564,7 +352,7 @@ def listed_keys(scores):
 
 @assigned
 def filled_by_index(scores):
-    return scores.index_fill(-1, torch.tensor([1, 2]), -math.inf)
+    return scores.index_fill(-1, torch.tensor([1, 2]), -INF)
 
 
 @assigned
@@ -584,15 +372,13 @@ def merged_heads(scores):
 def sequences_and_heads(scores):
     """of an axis that was two: those that were one go together"""
     scores = scores.unflatten(0, (1, -1)).clone()
-    scores[0, 1:, :, :, -1] = -math.inf
+    scores[0, 1:, :, :, -1] = -INF
     return scores.flatten(0, 1)
 
 
-@attention()
-def assigned_and_biased(q, k, v, mask):
+@scored()
+def assigned_and_biased(scores, mask):
     """keys are taken out of scores that get a bias afterwards, and a causal mask"""
-    scores = q @ k.mT * SCALE
-    scores[..., -1] = -math.inf
+    scores[..., -1] = -INF
     scores = scores + torch.linspace(-1, 1, L)
-    later = torch.ones(L, L, dtype=torch.bool).triu(1)
-    return entmax.sparsemax(scores.masked_fill(later, -math.inf), dim=-1) @ v
+    return scores.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -INF)

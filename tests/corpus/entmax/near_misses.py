@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
@@ -18,14 +17,14 @@ from corpus.entmax.hand_written import (
     unhalved_halving,
 )
 from corpus.entmax.masks import some_rows_without_keys
-from corpus.entmax.registry import INFER, SCALE, TRAIN, B, D, H, L, normal, qkv
+from corpus.entmax.registry import INFER, SCALE, TRAIN, B, D, H, L, entmax, normal, qkv
 from corpus.entmax.registry import attention as any_attention
 from corpus.entmax.registry import rows as any_rows
-
-entmax = pytest.importorskip("entmax")
+from corpus.entmax.registry import scored as any_scored
 
 attention = functools.partial(any_attention, "no_rewrite")
 rows = functools.partial(any_rows, "no_rewrite")
+scored = functools.partial(any_scored, "no_rewrite")
 
 
 @attention("softmax has no zeros")
@@ -77,23 +76,13 @@ def infinite_alpha(x):
     return entmax.entmax_bisect(x, alpha=math.inf)
 
 
-@attention(
-    "masked_fill changes the probabilities", pattern="entmax_attention", at="attn.masked_fill("
-)
-def masked_afterwards(q, k, v, mask):
-    """rows no longer sum to one"""
-    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
-    return attn.masked_fill(~mask[:, None, None], 0.0) @ v
-
-
-@attention("masked twice are masked", pattern="entmax_attention", at="> 3")
-def masked_before_and_after_a_triangle(q, k, v, mask):
+@scored("masked twice are masked", at="> 3")
+def masked_before_and_after_a_triangle(scores, mask):
     """-1e9 for padding, an added -inf triangle, -1e9 for what is far away"""
-    at = torch.arange(q.size(2))
-    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    at = torch.arange(scores.size(2))
+    scores = scores.masked_fill(~mask[:, None, None], -1e9)
     scores = scores + torch.full((len(at), len(at)), -torch.inf).triu(1)
-    scores = scores.masked_fill((at[:, None] - at).abs() > 3, -1e9)
-    return entmax.entmax15(scores, dim=-1) @ v
+    return scores.masked_fill((at[:, None] - at).abs() > 3, -1e9)
 
 
 @attention("scores come from sum", pattern="entmax_attention", at="k.sum(-1)")
@@ -165,12 +154,6 @@ def tau_of(z):
     return tau.gather(-1, (tau <= s).sum(-1, keepdim=True) - 1)
 
 
-@rows("multiplied by 1", at="torch.clamp(x - tau")
-def tau_of_other_scale(x):
-    """the half is forgotten in one of two places"""
-    return torch.clamp(x - tau_of(x / 2), min=0) ** 2
-
-
 @rows("row that sums to", at="torch.clamp(x - c.gather(")
 def truncated_support(x):
     """a top-k of 2 without the package's second attempt"""
@@ -196,23 +179,6 @@ class StraightThrough(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
-
-
-class Halved(Unhalved):
-    """The backward is that of entmax15, as if nothing were doubled."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        (p,) = ctx.saved_tensors
-        s = p.sqrt()
-        d = grad * s
-        return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
-
-
-@rows("gradient is not entmax's", modes=TRAIN, at="Halved.apply(")
-def half_a_gradient(x):
-    """entmax15 of twice the scores with the backward of entmax15"""
-    return Halved.apply(x)
 
 
 @attention("too large to be multiplied", modes=INFER, pattern="entmax_attention", at="p / (p.sum(")
@@ -251,11 +217,6 @@ class Entmoid(Function):
 def entmoid(x):
     """NODE's bin function"""
     return Entmoid.apply(x)
-
-
-@rows("multiplied by 1", at="torch.relu(x - x.mean(")
-def soft_threshold(x):
-    return torch.relu(x - x.mean(-1, keepdim=True)) ** 2
 
 
 @attention("scores are also returned", pattern="entmax_attention", at="scores =")
@@ -415,13 +376,12 @@ def floored_mask_then_distances(q, k, v, mask):
     return entmax.entmax15(scores - torch.arange(L, dtype=q.dtype), dim=-1) @ v
 
 
-@attention("several terms", modes=INFER, at=".clamp(min=low)")
-def floor_of_two_masks(q, k, v, mask):
+@scored("several terms", modes=INFER, at=".clamp(min=low)")
+def floor_of_two_masks(scores, mask):
     """one filled in, one added: twice finfo.min is -inf"""
-    low = torch.finfo(q.dtype).min
-    scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), low)
-    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * low
-    return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
+    low = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), low)
+    return (scores + (1.0 - mask[:, None, None].to(scores.dtype)) * low).clamp(min=low)
 
 
 @attention(
@@ -464,11 +424,9 @@ def scores_read_through_a_view_afterwards(x):
     return sort_sparsemax(z), flat * 2
 
 
-@attention("which is no exclusion", at="scores[..., -2:] = 0.0")
-def assigned_zeros(q, k, v, mask):
-    scores = q @ k.mT * SCALE
+@scored("which is no exclusion", at="scores[..., -2:] = 0.0")
+def assigned_zeros(scores, mask):
     scores[..., -2:] = 0.0
-    return entmax.entmax15(scores, dim=-1) @ v
 
 
 @attention("numbers known only at run time", at="scores[..., -1] = (q")
@@ -479,17 +437,24 @@ def assigned_scores(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
-@attention("scores are also returned", at="scores = q @ k.mT")
-def assigned_and_returned(q, k, v, mask):
-    """beside the result"""
-    scores = q @ k.mT * SCALE
-    scores[..., -2:] = -1e9
-    return entmax.entmax15(scores, dim=-1) @ v, scores
-
-
-@attention("through a view of them", at="scores = q @ k.mT")
-def filled_through_a_view(q, k, v, mask):
+@scored("through a view of them", at="scores = q @ k.mT")
+def filled_through_a_view(scores, mask):
     """scores[..., k:].fill_(-inf)"""
-    scores = q @ k.mT * SCALE
     scores[..., -2:].fill_(-1e9)
-    return entmax.entmax15(scores, dim=-1) @ v
+
+
+class Halved(Unhalved):
+    """The backward is that of entmax15, as if nothing were doubled."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        s = p.sqrt()
+        d = grad * s
+        return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+
+
+@rows("gradient is not entmax's", modes=TRAIN, at="Halved.apply(")
+def half_a_gradient(x):
+    """entmax15 of twice the scores with the backward of entmax15"""
+    return Halved.apply(x)

@@ -9,14 +9,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus.entmax.registry import BOTH, GROUP, INFER, SCALE, B, D, H, L, attention, normal, qkv
+from corpus.entmax.registry import GROUP, INFER, SCALE, B, D, H, L, attention, entmax
 
-entmax = pytest.importorskip("entmax")
 maybe = functools.partial(attention, "maybe", modes=INFER)
 near_miss = functools.partial(attention, "no_rewrite", modes=INFER)
 
@@ -36,14 +34,6 @@ def entmax15_under_autocast(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
-@maybe("a bias through baddbmm", inputs=lambda: (*qkv(), normal((B * H, 1, L), 7)))
-def alibi_by_baddbmm(q, k, v, slopes):
-    """BLOOM"""
-    q, k, v = (t.reshape(-1, L, D) for t in (q, k, v))
-    z = torch.baddbmm(slopes, q, k.transpose(1, 2), beta=1.0, alpha=SCALE)
-    return torch.bmm(entmax.entmax15(z, dim=-1), v)
-
-
 @maybe("one rewrite a block", rewrites=3)
 def query_blocks(q, k, v, mask):
     """attention in blocks of queries"""
@@ -51,67 +41,9 @@ def query_blocks(q, k, v, mask):
     return torch.cat(parts, 2)
 
 
-def bisect_midpoint(z, alpha=1.5, steps=24):
-    """From below the smallest score: with a score of -1e9 among them, 24 steps do not get far."""
-    z = (alpha - 1.0) * (z - z.amax(-1, keepdim=True))
-    low, high = z.amin(-1, keepdim=True) - 1.0, z.amax(-1, keepdim=True)
-    for _ in range(steps):
-        middle = (low + high) / 2
-        p = torch.clamp(z - middle, min=0).pow(1 / (alpha - 1))
-        above = p.sum(-1, keepdim=True) > 1.0
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    p = torch.clamp(z - high, min=0).pow(1 / (alpha - 1))
-    return p / p.sum(-1, keepdim=True).clamp_min(1e-12)
-
-
-def bisect_half_square(z, steps=30):
-    """(0.5 * (z - tau)) ** 2 with tau in [max - 2, max]"""
-    z = z - z.max(-1, keepdim=True).values
-    low, high = torch.full_like(z[..., :1], -2.0), torch.zeros_like(z[..., :1])
-    for _ in range(steps):
-        tau = 0.5 * (low + high)
-        above = torch.clamp(0.5 * (z - tau), min=0).square().sum(-1, keepdim=True) >= 1
-        low, high = torch.where(above, tau, low), torch.where(above, high, tau)
-    return torch.clamp(0.5 * (z - low), min=0).square()
-
-
-def bisect_early_exit(z, steps=50, enough=1e-6):
-    """Looks at the interval on the host, whose .item() breaks the graph."""
-    z = 0.5 * (z - z.amax(-1, keepdim=True))
-    low, high = z.amax(-1, keepdim=True) - 1.0, z.amax(-1, keepdim=True)
-    for _ in range(steps):
-        middle = (low + high) / 2
-        above = torch.clamp(z - middle, min=0).square().sum(-1, keepdim=True) >= 1.0
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        if (high - low).abs().max().item() < enough:
-            break
-    return torch.clamp(z - low, min=0).square()
-
-
-for transform, modes in (
-    (bisect_midpoint, BOTH),
-    (bisect_half_square, INFER),
-    (bisect_early_exit, INFER),
-):
-
-    def attend(q, k, v, mask, transform=transform):
-        scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
-        return transform(scores) @ v
-
-    attend.__name__ = transform.__name__
-    attention("maybe", "may not find the threshold", modes)(attend)
-
-
 @near_miss("softmax")
 def scaled_dot_product_attention(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
-
-
-@near_miss("also read by eq", at="(p == 0)")
-def sparsity_statistics(q, k, v, mask):
-    """RoBERTa of the AdaSplash experiments"""
-    p = entmax.entmax15((q @ k.mT).masked_fill(~mask[:, None, None], -1e9), dim=-1)
-    return p @ v, ((p == 0) & mask[:, None, None]).sum(-1).float().mean()
 
 
 @attention("no_rewrite", "Fenchel-Young loss", at="entmax15_loss(")
@@ -129,14 +61,6 @@ def tabnet(q, k, v, mask):
 @maybe("eight steps, not renormalised")
 def attention_not_renormalised(q, k, v, mask):
     return entmax.entmax_bisect(q @ k.mT, alpha=1.5, n_iter=8, ensure_sum_one=False) @ v
-
-
-@near_miss("multiplied by 1", at="F.relu(z - (")
-def attention_of_wrong_scale(q, k, v, mask):
-    """relu(z - max + 1) ** 2 normalised"""
-    z = q @ k.mT
-    p = F.relu(z - (z.amax(-1, keepdim=True) - 1.0)).square()
-    return p / p.sum(-1, keepdim=True) @ v
 
 
 def interface(kind: str) -> Callable[..., Any]:
@@ -187,9 +111,6 @@ class Transformer(nn.Module):
                 self.model = transformers.LlamaModel(config)
             case "bert":
                 self.model = transformers.BertModel(transformers.BertConfig(**sizes, **still))
-            case "roberta":
-                config = transformers.RobertaConfig(**sizes, **still, pad_token_id=0)
-                self.model = transformers.RobertaModel(config)
             case "modernbert":
                 special = {
                     "pad_token_id": 0,
@@ -221,7 +142,7 @@ def token_ids() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-for which in ("llama", "bert", "roberta", "gpt2", "modernbert"):
+for which in ("llama", "bert", "gpt2", "modernbert"):
 
     def client(which=which):
         return Transformer(which, "entmax15"), token_ids()

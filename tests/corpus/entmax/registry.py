@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
-from corpus.case import Group
+from corpus.case import Group, of
+
+entmax = pytest.importorskip("entmax")
 
 B, H, L, D = 2, 4, 7, 8
 E = H * D
@@ -33,6 +36,20 @@ def attention(
         *how,
         **fields,
     )
+
+
+def scored(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register attention by `change(scores, mask)` alone, which returns scores or writes to them."""
+
+    def wrap(change: Callable) -> Callable:
+        def attend(q, k, v, mask):
+            scores = q @ k.mT * SCALE
+            changed = change(scores, mask)
+            return entmax.entmax15(scores if changed is None else changed, dim=-1) @ v
+
+        return attend
+
+    return of(attention(*how, **fields), wrap)
 
 
 def rows(
