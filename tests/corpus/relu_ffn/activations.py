@@ -45,12 +45,6 @@ each(
 )
 
 
-@block(bias=True)
-def leaky_without_a_slope(x, m):
-    """LeakyReLU(0.0), as a configuration has it"""
-    return m.down(F.leaky_relu(m.gate(x), negative_slope=0.0) * m.up(x))
-
-
 @block()
 def product_in_place(x, m):
     h = m.up(x)
@@ -66,12 +60,6 @@ def all_in_place(x, m):
     return m.down(h)
 
 
-@block()
-def mask_of_its_type(x, m):
-    h = m.up(x)
-    return m.down((h > 0).type_as(h) * h)
-
-
 each(
     gate(),
     relu_in_place=lambda g: F.relu(g, inplace=True),
@@ -81,6 +69,7 @@ each(
     times_its_sign_mask=lambda g: g * (g > 0),
     masked_fill_negative=lambda g: g.masked_fill(g <= 0, 0.0),
     mask_of_a_detached_gate=lambda g: torch.where(g.detach() > 0, g, 0.0),
+    leaky_without_a_slope=lambda g: F.leaky_relu(g, negative_slope=0.0),
     # ELU with alpha 0, which is ReLU
     elu_of_nothing=lambda g: F.elu(g, alpha=0.0),
     # FATReLU
@@ -91,13 +80,6 @@ each(
     # Gemma's soft cap: what is below 0 stays there
     softly_capped_before_the_rectifier=lambda g: F.relu(30 * torch.tanh(g / 30)),
 )
-
-
-@block(modes=INFER)
-def half_the_sum_with_the_absolute_value(x, m):
-    """(g + |g|) / 2, whose gradient at 0 is another than the rectifier's."""
-    g = m.gate(x)
-    return m.down((g + g.abs()) / 2 * m.up(x))
 
 
 @block(modes=INFER)
@@ -124,13 +106,6 @@ def cube_by_itself(x, m):
 
 
 @block()
-def square_in_place(x, m):
-    """r.mul_(r) in inference, r.mul(r) else: here without writing."""
-    r = F.relu(m.up(x))
-    return m.down(r.mul(r))
-
-
-@block()
 def rectified_times_raw(x, m):
     u = m.up(x)
     return m.down(F.relu(u) * u)
@@ -152,11 +127,6 @@ def relu_times_up(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@block(autocast=torch.bfloat16, precision=torch.bfloat16)
-def autocast_square(x, m):
-    return m.down(F.relu(m.up(x)).square())
-
-
 class Scaled(Block):
     """A block whose neurons have a learned scale each, of either sign."""
 
@@ -173,8 +143,6 @@ def scaled(*args, **kwargs):
 
 each(
     scaled(),
-    # One learned factor a neuron after the rectifier.
-    neuron_scale=lambda x, m: m.down(F.relu(m.up(x)) * m.scale),
     # (IA)^3 of peft: the input of the down projection times a learned vector.
     ia3=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1)),
     # Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may.
@@ -302,39 +270,11 @@ def product_assigned_where_negative(x, m):
     return m.down(h)
 
 
-@block("no_rewrite", "also read by mean", at="d.mean()")
-def detached_gate_read_beside_its_mask(x, m):
-    """a statistic of what the mask is made of"""
-    g = m.gate(x)
-    d = g.detach()
-    return m.down(g * (d > 0) * m.up(x)), d.mean()
-
-
 @block()
 def product_by_einsum(x, m):
     """einsum as a product of numbers, with a vector too"""
     h = torch.einsum("...n,...n->...n", F.relu(m.gate(x)), m.up(x))
     return m.down(torch.einsum("bsn,n->bsn", h, torch.linspace(0.5, 1.5, N, device=x.device)))
-
-
-@block(bias=True)
-def clamped_and_multiplied_by_itself(x, m):
-    """relu(x)^2 as a product of a clamp with itself"""
-    h = m.up(x).clamp(min=0)
-    return m.down(h * h)
-
-
-@program(modes=INFER)
-def half_of_a_projection_in_place():
-    """nn.ReLU(inplace=True) on one of the halves of a fused projection"""
-    wide, down = nn.Linear(8, 2 * N), nn.Linear(N, 8)
-    act = nn.ReLU(inplace=True)
-
-    def f(x):
-        gate, up = wide(x).chunk(2, -1)
-        return down(act(gate) * up)
-
-    return f, (tokens(),)
 
 
 @program()
@@ -380,3 +320,11 @@ def neurons_ablated_by_a_mask(x, m):
 def reshaped_there_and_back(x, m):
     """groups of neurons, for what is no more done to them"""
     return m.down(m.act(m.up(x)).unflatten(-1, (4, -1)).clone().flatten(-2))
+
+
+@block("no_rewrite", "also read by mean", at="d.mean()")
+def detached_gate_read_beside_its_mask(x, m):
+    """a statistic of what the mask is made of"""
+    g = m.gate(x)
+    d = g.detach()
+    return m.down(g * (d > 0) * m.up(x)), d.mean()

@@ -69,16 +69,6 @@ def lora(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@adapted(adapts="up", scaling=1.0, bias=True)
-def lora_of_a_squared_block(x, m):
-    return m.down(F.relu(m.up(x)).square())
-
-
-@adapted(adapts="down", scaling=0.5)
-def lora_of_the_down_projection(x, m):
-    return x + m.down(F.relu(m.gate(x)) * m.up(x))
-
-
 @adapted()
 def lora_and_an_l1_term(x, m):
     h = F.relu(m.gate(x)) * m.up(x)
@@ -147,17 +137,6 @@ def learned_scale_of_an_adapted_hidden(x, m, block):
 @two("no_rewrite", "add combines two tensors", at="torch.tanh(")
 def adapter_with_an_activation(x, m, block):
     return block.down(F.relu(block.gate(x) + torch.tanh(m.b(m.a(x)))) * block.up(x))
-
-
-@two("no_rewrite", "read different inputs", at="m.c(x.flip(1))")
-def sums_of_different_inputs(x, m, block):
-    return block.down(F.relu(block.gate(x) + m.b(m.a(x))) * (block.up(x + 1) + m.c(x.flip(1))))
-
-
-@two("no_rewrite", "also read by linear", at="m.d(h)")
-def second_projection(x, m, block):
-    h = F.relu(block.gate(x)) * block.up(x)
-    return block.down(h), m.d(h)
 
 
 @two("no_rewrite", "also read by linear", at="m.d(h)")

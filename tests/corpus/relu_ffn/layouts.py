@@ -1,13 +1,28 @@
-"""Where the weights are and how the tokens lie."""
+"""Where the weights are, one parameter [2, K, N] of gate and up among them, and how the tokens lie."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.case import each
-from corpus.relu_ffn.registry import B, K, N, S, block, formula, program, tokens, weight
+from corpus.case import each, of
+from corpus.relu_ffn.registry import (
+    INFER,
+    B,
+    K,
+    N,
+    S,
+    block,
+    formula,
+    function,
+    program,
+    tokens,
+    weight,
+)
 
 
 class Fused(nn.Module):
@@ -24,74 +39,56 @@ class Fused(nn.Module):
         return self.down(F.relu(gate) * up)
 
 
-def fused(name, doc, split, **kwargs):
-    def build():
-        return Fused(split, **kwargs), (tokens(),)
-
-    build.__name__, build.__doc__ = name, doc
-    program()(build)
+def fused(bias: bool = False, **fields):
+    """Register a block of which `split(z)` makes gate and up of one projection."""
+    return function(lambda split: (Fused(split, bias), (tokens(),)), prefix="fused_", **fields)
 
 
-fused("fused_chunk", "chunk(2, -1)", lambda z: z.chunk(2, dim=-1))
-fused("fused_split", "split(N, -1)", lambda z: torch.split(z, N, dim=-1), bias=True)
-fused("fused_split_sizes", "split([N, N], -1)", lambda z: z.split([N, N], dim=-1))
-fused("fused_slices", "[..., :N] and [..., N:]", lambda z: (z[..., :N], z[..., N:]), bias=True)
-fused("fused_swapped", "the second half is the gate", lambda z: z.chunk(2, dim=-1)[::-1])
-fused("fused_interleaved", "even and odd columns", lambda z: (z[..., ::2], z[..., 1::2]), bias=True)
-fused("fused_unbind", "unflatten, then unbind", lambda z: z.unflatten(-1, (2, N)).unbind(-2))
-fused(
-    "fused_view_select",
-    "view(..., 2, N)",
-    lambda z: (z.view(B, S, 2, N)[:, :, 0], z.view(B, S, 2, N)[:, :, 1]),
+each(
+    fused(),
+    chunk=lambda z: z.chunk(2, dim=-1),
+    swapped=lambda z: z.chunk(2, dim=-1)[::-1],
+    unbind=lambda z: z.unflatten(-1, (2, N)).unbind(-2),
+    view_select=lambda z: (z.view(B, S, 2, N)[:, :, 0], z.view(B, S, 2, N)[:, :, 1]),
+    pairs=lambda z: z.view(B, S, N, 2).unbind(-1),
+    halves_first=lambda z: z.view(B, S, 2, N).permute(2, 0, 1, 3),
+    dsplit=lambda z: torch.dsplit(z, 2),
+    hsplit=lambda z: [t.view(B, S, N) for t in z.view(B * S, 2 * N).hsplit([N])],
 )
-fused("fused_pairs", "view(..., N, 2)", lambda z: z.view(B, S, N, 2).unbind(-1))
-fused("fused_halves_first", "permute(2, 0, 1, 3)", lambda z: z.view(B, S, 2, N).permute(2, 0, 1, 3))
-fused(
-    "fused_pairs_first",
-    "movedim(-1, 0), copied",
-    lambda z: z.unflatten(-1, (N, 2)).movedim(-1, 0).contiguous().unbind(0),
-    bias=True,
+each(
+    fused(bias=True),
+    slices=lambda z: (z[..., :N], z[..., N:]),
+    interleaved=lambda z: (z[..., ::2], z[..., 1::2]),
+    pairs_first=lambda z: z.unflatten(-1, (N, 2)).movedim(-1, 0).contiguous().unbind(0),
 )
-fused("fused_dsplit", "dsplit", lambda z: torch.dsplit(z, 2))
-fused(
-    "fused_hsplit",
-    "hsplit of flattened tokens",
-    lambda z: [t.view(B, S, N) for t in z.view(B * S, 2 * N).hsplit([N])],
-)
-fused("fused_narrow", "narrow", lambda z: (z.narrow(-1, 0, N), z.narrow(-1, N, N)))
 
 
-def put_together(name, doc, apart):
+@fused(modes=INFER)
+def half_in_place(z):
+    """nn.ReLU(inplace=True) on one of the halves"""
+    gate, up = z.chunk(2, -1)
+    return gate.relu_(), up
+
+
+def _put_together(apart):
     """Two projections are stacked or concatenated, then taken apart: `apart(gate, up)`."""
 
     def both(x, m):
         gate, up = apart(m.gate(x), m.up(x))
         return m.down(F.relu(gate) * up)
 
-    both.__name__, both.__doc__ = name, doc
-    block()(both)
+    return both
 
 
-put_together("stacked_entries", "h[0], h[1]", lambda g, u: torch.stack([g, u]))
-put_together("stacked_unbind", "on the last axis", lambda g, u: torch.stack((g, u), -1).unbind(-1))
-put_together(
-    "stacked_chunk",
-    "halves of one, squeezed",
-    lambda g, u: [h.squeeze(1) for h in torch.stack((g, u), 1).chunk(2, 1)],
-)
-put_together("joined_chunk", "cat, chunk", lambda g, u: torch.cat((g, u), -1).chunk(2, -1))
-put_together(
-    "joined_swapped", "the gate last", lambda g, u: torch.cat((u, g), -1).split(N, -1)[::-1]
-)
-put_together(
-    "joined_tokens",
-    "cat along the batch, slices of it",
-    lambda g, u: (torch.cat((g, u))[: len(g)], torch.cat((g, u))[len(g) :]),
-)
-put_together(
-    "joined_narrow",
-    "three of them, narrowed",
-    lambda g, u: [torch.cat((g, u, g), -1).narrow(-1, i * N, N) for i in (0, 1)],
+each(
+    of(block(), _put_together),
+    stacked_entries=lambda g, u: torch.stack([g, u]),
+    stacked_unbind=lambda g, u: torch.stack((g, u), -1).unbind(-1),
+    stacked_chunk=lambda g, u: [h.squeeze(1) for h in torch.stack((g, u), 1).chunk(2, 1)],
+    joined_chunk=lambda g, u: torch.cat((g, u), -1).chunk(2, -1),
+    joined_tokens=lambda g, u: (torch.cat((g, u))[: len(g)], torch.cat((g, u))[len(g) :]),
+    # of three the first two
+    joined_narrow=lambda g, u: [torch.cat((g, u, g), -1).narrow(-1, i * N, N) for i in (0, 1)],
 )
 
 
@@ -102,8 +99,7 @@ def product_where_the_gate_is_positive(x, m):
     return m.down(torch.where(gate > 0, gate * m.up(x), 0))
 
 
-@block()
-@block(dynamic=True, prefix="any_size_")
+@block(dynamic=True)
 def crosscoder(x, m):
     """one dictionary for the activations of several layers"""
     layers, decoder = x.unflatten(-1, (2, -1)), m.down.weight.t().reshape(N, 2, -1)
@@ -131,31 +127,6 @@ each(
     bare_matmul=lambda x, g, u, d: (torch.relu(x @ g) * (x @ u)) @ d,
     transposed_functional=lambda x, w, b, d: F.linear(F.relu(F.linear(x, w.t()) + b), d.T),
 )
-
-
-@formula()
-def einsum_blocks(x, g, u, d):
-    """einsum, T5X style."""
-    h = torch.relu(torch.einsum("bsk,kn->bsn", x, g)) * torch.einsum("bsk,kn->bsn", x, u)
-    return torch.einsum("bsn,nk->bsk", h, d)
-
-
-@program()
-def conv1d_of_gpt2():
-    """transformers' Conv1D: view, addmm, view."""
-
-    class Conv1D(nn.Module):
-        def __init__(self, nf, nx, seed):
-            super().__init__()
-            self.nf = nf
-            self.weight = nn.Parameter(weight(nx, nf, seed=seed).detach())
-            self.bias = nn.Parameter(weight(nf, seed=seed + 1).detach())
-
-        def forward(self, x):
-            size = x.size()[:-1] + (self.nf,)
-            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
-
-    return nn.Sequential(Conv1D(N, K, 41), nn.ReLU(), Conv1D(K, N, 43)), (tokens(),)
 
 
 @formula()
@@ -205,14 +176,6 @@ def other_output_width():
     """The down projection goes somewhere else than the input came from."""
     torch.manual_seed(39)
     return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 5)), (tokens(),)
-
-
-@block()
-def flattened_tokens(x, m):
-    """Tokens flattened before and unflattened after, as OPT does."""
-    shape = x.shape
-    h = x.reshape(-1, shape[-1])
-    return m.down(F.relu(m.gate(h)) * m.up(h)).view(shape)
 
 
 each(
@@ -278,12 +241,6 @@ each(
 )
 
 
-@formula(inputs=VECTOR)
-def one_token_of_rwkv(x, k, v, r):
-    """channel mixing as a recurrence"""
-    return torch.sigmoid(r @ x) * (v @ torch.square(torch.relu(k @ x)))
-
-
 class Viewed(nn.Module):
     def forward(self, y):
         return y.view(y.shape[0], -1)
@@ -315,3 +272,64 @@ each(
     columns_gated=lambda x, g, u, d: (d @ (F.relu(g @ x) * (u @ x))).view(-1),
     columns_with_bias=lambda x, g, u, d: d @ torch.relu(torch.matmul(g, x) + u[:, :1]),
 )
+
+
+def stacked(*sizes: int, **fields: Any) -> Callable[[Callable], Callable]:
+    """Register `forward(x, w, down)` with a stack of weights of these sizes."""
+
+    def make(forward: Callable) -> tuple:
+        w = weight(sizes[0] * sizes[1], sizes[2]).detach().view(sizes).requires_grad_()
+        return forward, (tokens(), w, weight(N, K, seed=36))
+
+    return function(make, prefix="stacked_", **fields)
+
+
+@stacked(2, K, N)
+def einsum_first(x, w, down):
+    """einsum to [2, B, S, N], taken apart by unpacking"""
+    gate, up = torch.einsum("bsk,ekn->ebsn", x, w)
+    return (F.relu(gate) * up) @ down
+
+
+@stacked(2, N, K)
+def einsum_inside(x, w, down):
+    gate, up = torch.einsum("bsk,enk->bsen", x, w).unbind(2)
+    return torch.einsum("bsn,nk->bsk", F.relu(gate).square() * up, down)
+
+
+@stacked(K, 2, N)
+def flax_order(x, w, down):
+    """weights as [K, 2, N], the statistic of TwELL beside it"""
+    h = torch.einsum("...k,kgn->...gn", x, w)
+    a = F.relu(h[..., 0, :]) * h[..., -1, :]
+    return a @ down, a.abs().mean()
+
+
+@stacked(2, K, N)
+def bmm_of_repeated_tokens(x, w, down):
+    h = torch.bmm(x.reshape(1, -1, K).expand(2, -1, -1), w)
+    return ((F.relu(h[0]) * h.select(0, 1)) @ down).view(B, S, K)
+
+
+@stacked(2, N, K)
+def broadcast_matmul(x, w, down):
+    """matmul, tokens and weights with an axis to broadcast"""
+    h = torch.matmul(x.unsqueeze(0), w.transpose(1, 2).unsqueeze(1))
+    return (F.relu(h[0]) * h[1]) @ down
+
+
+@stacked(3, K, N, expect="no_rewrite", why="also read by sum", at="h[2].sum()")
+def third_is_read(x, w, down):
+    """what else is computed together is read"""
+    h = torch.einsum("bsk,ekn->ebsn", x, w)
+    return (F.relu(h[0]) * h[1]) @ down, h[2].sum()
+
+
+@stacked(
+    2, K, N, expect="no_rewrite", why="changed in place before", modes=(False,), at="torch.einsum("
+)
+def tokens_written_in_between(x, w, down):
+    x = x.clone()
+    h = torch.einsum("bsk,ekn->ebsn", x, w)
+    x *= 2
+    return (F.relu(h[0]) * h[1]) @ down

@@ -31,12 +31,6 @@ def gelu_block(x, m):
     return m.down(F.gelu(m.up(x)))
 
 
-@miss("silu has no zeros")
-def silu_gate(x, m):
-    """Llama"""
-    return m.down(F.silu(m.gate(x)) * m.up(x))
-
-
 @miss("leaky_relu(0.1)", at="F.leaky_relu(")
 def leaky(x, m):
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
@@ -55,22 +49,6 @@ def filled_by_another_projection(x, m):
 def selected_by_another_projection(x, m):
     """the same by where()"""
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
-
-
-@miss("over several axes at once", at="bsn,lnd->bsld")
-def crosscoder_of_turned_weights(x, m):
-    """one dictionary for the activations of several layers, the decoder's weight by layer"""
-    layers, decoder = x.unflatten(-1, (2, -1)), m.gate.weight.view(2, -1, K)
-    f = F.relu(torch.einsum("bsld,nld->bsn", layers, m.up.weight[: N // 2].unflatten(1, (2, -1))))
-    return torch.einsum("bsn,lnd->bsld", f, decoder)
-
-
-@miss("weights of its own", at="bsln,nld->bsld")
-def layers_of_their_own(x, m):
-    """the activations are not summed over the layers"""
-    layers = x.unflatten(-1, (2, -1))
-    f = F.relu(torch.einsum("bsld,nld->bsln", layers, m.up.weight.view(N, 2, -1)))
-    return torch.einsum("bsln,nld->bsld", f, m.gate.weight.view(N, 2, -1))
 
 
 @miss("over several axes at once", at="bsln,lnd->bsd")
@@ -96,11 +74,6 @@ def norm_between(x, m):
 @miss("add combines two tensors", at="+ m.up(x)")
 def sum_of_branches(x, m):
     return m.down(F.relu(m.gate(x)) + m.up(x))
-
-
-@miss("relu | add(1.0)", at="+ 1.0")
-def shifted_up(x, m):
-    return m.down(F.relu(m.up(x)) + 1.0)
 
 
 @miss("cumsum", at=".cumsum(1)")
@@ -183,11 +156,6 @@ def per_neuron(x, m):
     return m.down(h), h.mean((0, 1))
 
 
-@miss("softmax", at=".softmax(-1)")
-def softmax_of_relu(x, m):
-    return m.down(F.relu(m.up(x)).softmax(-1))
-
-
 @block(modes=INFER)
 @miss("read different inputs", modes=TRAIN, at="m.drop(x)")
 def dropout_of_each_input(x, m):
@@ -227,12 +195,6 @@ def tokens_shifted(x, m):
 def the_same_part_of_the_tokens(x, m):
     """the first token left out of both"""
     return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, 1:])
-
-
-@miss("also read by mean", at="h.mean()")
-def statistic_of_more_tokens(x, m):
-    h = F.relu(m.up(x))
-    return m.down(h[:, 1:]), h.mean()
 
 
 @miss("also read by ne", at="h != 0")
@@ -302,25 +264,11 @@ def learned_threshold_of_a_gate(x, m):
     return m.down(torch.where(h > torch.linspace(0, 0.2, N), h, 0.0) * m.up(x))
 
 
-@miss("a factor of its own", at="torch.where(")
-def threshold_in_a_buffer(x, m):
-    """FATReLU with its threshold in a buffer of one number, in a gated block"""
-    h = m.gate(x)
-    return m.down(torch.where(h > torch.linspace(0.1, 1, N)[0], h * m.up(x), 0.0))
-
-
 @miss("cat after the linear", at="torch.cat(")
 def joined_parts_of_both(x, m):
     """the middle of a concatenation"""
     h = torch.cat((m.gate(x), m.up(x)), -1)
     return m.down(F.relu(h[..., :N]) * h[..., N // 2 : -N // 2])
-
-
-@miss("also read by norm", at="h.norm()")
-def stack_that_is_measured(x, m):
-    """the norm of both"""
-    h = torch.stack((m.gate(x), m.up(x)))
-    return m.down(F.relu(h[0]) * h[1]), h.norm()
 
 
 @miss("stack after the linear", at="torch.stack(")
@@ -329,3 +277,10 @@ def stack_that_is_written(x, m):
     h = torch.stack((m.gate(x), m.up(x)))
     h.mul_(torch.linspace(0, 1, N))
     return m.down(F.relu(h[0]) * h[1])
+
+
+@miss("a factor of its own", at="torch.where(")
+def threshold_in_a_buffer(x, m):
+    """FATReLU with its threshold in a buffer of one number, in a gated block"""
+    h = m.gate(x)
+    return m.down(torch.where(h > torch.linspace(0.1, 1, N)[0], h * m.up(x), 0.0))

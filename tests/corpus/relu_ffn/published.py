@@ -10,9 +10,10 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from corpus.case import Group, each
-from corpus.relu_ffn.registry import INFER, TRAIN, B, K, N, S, block, program, tokens
+from corpus.relu_ffn.registry import BOTH, INFER, TRAIN, B, Block, K, N, S, block, program, tokens
 
 inference = functools.partial(block, modes=INFER)
 miss = functools.partial(block, "no_rewrite", modes=INFER)
@@ -20,19 +21,11 @@ miss = functools.partial(block, "no_rewrite", modes=INFER)
 
 each(
     inference(),
-    gate_multiplied_in_place=lambda x, m: m.down(torch.relu(m.gate(x)).mul_(m.up(x))),
     threshold_at_zero=lambda x, m: m.down(F.threshold(m.gate(x), 0.0, 0.0) * m.up(x)),
-    pow_float=lambda x, m: m.down(F.relu(m.up(x)).pow(2.0)),
     cubed=lambda x, m: m.down(F.relu(m.up(x)) ** 3),
     # ResNet-like: linear, relu, linear, relu
     relu_after_it_too=lambda x, m: F.relu(m.down(F.relu(m.up(x)))),
 )
-
-
-@block()
-def gated_square(x, m):
-    """squared gate, as in BitNet without its norm"""
-    return m.down(F.relu(m.gate(x)).pow(2) * m.up(x))
 
 
 @inference(bias=True)
@@ -48,20 +41,9 @@ def decoder_layer_in_eval():
     return nn.TransformerDecoderLayer(K, 2, N, 0.1, batch_first=True), (tokens(), tokens())
 
 
-@program("no_rewrite", "dropout is active", TRAIN, at="")
-def encoder_layer_with_dropout():
-    return nn.TransformerEncoderLayer(K, 2, N, 0.1, batch_first=True), (tokens(),)
-
-
 @miss("relu after the product of two", at="F.relu(m.gate(x) * m.up(x))")
 def relu_of_the_product(x, m):
     return m.down(F.relu(m.gate(x) * m.up(x)))
-
-
-@miss("rms_norm", at="F.rms_norm(")
-def sub_norm(x, m):
-    """transformers BitNetMLP"""
-    return m.down(F.rms_norm(F.relu(m.gate(x)).square() * m.up(x), (N,)))
 
 
 @miss("of every token", at="[..., :1]")
@@ -74,11 +56,6 @@ def scalar_gate(x, m):
 def no_down_projection(x, m):
     """a classifier's trunk"""
     return F.relu(m.gate(x)) * m.up(x)
-
-
-@miss("fake_quantize", at="fake_quantize")
-def fake_quantised(x, m):
-    return m.down(torch.fake_quantize_per_tensor_affine(F.relu(m.up(x)), 0.1, 0, 0, 255))
 
 
 SIZE = {
@@ -100,7 +77,6 @@ GPT2 = {
 # kind: transformers' model, its configuration, and what that is given
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", RELU),
-    "mistral": ("MistralForCausalLM", "MistralConfig", RELU),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", SIZE),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**RELU, "pad_token_id": 0}),
     "opt": ("OPTForCausalLM", "OPTConfig", OPT),
@@ -145,3 +121,28 @@ for kind in MODELS:
     else:
         both = kind in ("llama", "opt", "t5")
         CLIENTS.program(modes=(False, True) if both else INFER)(client)
+
+
+@program(modes=TRAIN)
+def checkpointed():
+    def forward(x, m):
+        def ffn(h):
+            return m.down(F.relu(m.gate(h)) * m.up(h))
+
+        return x + checkpoint(ffn, x, use_reentrant=False)
+
+    return Block(forward), (tokens(),)
+
+
+@program(rewrites=2, modes=BOTH)
+def two_layers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            first = lambda x, m: x + m.down(F.relu(m.gate(m.norm(x))) * m.up(m.norm(x)))
+            self.a, self.b = Block(first), Block(lambda x, m: m.down(F.relu(m.up(x))), bias=True)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    return Model(), (tokens(),)

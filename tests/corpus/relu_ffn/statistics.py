@@ -55,11 +55,6 @@ def distances_from_zeros(h):
     return F.l1_loss(h, torch.zeros_like(h), reduction="none")
 
 
-@plain("no_rewrite", "also read by l1_loss", at="F.l1_loss(")
-def distance_from_ones(h):
-    return F.l1_loss(h, torch.ones_like(h))
-
-
 @block()
 def share_of_nonzeros(x, m):
     h = F.relu(m.gate(x))
@@ -84,17 +79,6 @@ def share_of_zeros_without_gradients(x, m):
     with torch.no_grad():
         zeros = (h == 0).float().mean()
     return m.down(h * m.up(x)), zeros
-
-
-@block(modes=TRAIN)
-def loss_and_log(x, m):
-    """L1 in the loss, and the same number under no_grad for the log"""
-    h = F.relu(m.up(x))
-    loss = h.abs().mean()
-    y = m.down(h)
-    with torch.no_grad():
-        norm, logged = x.norm(), h.abs().mean()
-    return y, loss, logged, norm
 
 
 @block(bias=True)

@@ -135,11 +135,6 @@ def weak_tokens_filled(x, p, m):
     return m.down(h.masked_fill(h.sum(-1, keepdim=True) < 3, 0.0))
 
 
-@weighed("no_rewrite", "clamp after the product of two", at=".clamp(-3, 3)")
-def clamped_product(x, p, m):
-    return m.down((F.relu(m.gate(x)) * m.up(x)).clamp(-3, 3))
-
-
 @weighed("no_rewrite", "more than a factor or mask", at="+ m.scale[:1]")
 def star_relu(x, p, m):
     """MetaFormer: a learned scalar times the squared relu, plus another"""
@@ -159,20 +154,6 @@ def masked_convolutions():
     mask = (torch.arange(S) < 3).float().expand(B, 1, S)
     up, down = nn.Conv1d(K, N, 1), nn.Conv1d(N, K, 1)
     return lambda x: down(torch.relu(up(x * mask)) * mask) * mask, (tokens(shape=(B, K, S)),)
-
-
-@weighed(modes=TRAIN)
-def statistic_before_a_token_factor(x, p, m):
-    """The L1 term reads what the router has not weighed."""
-    h = F.relu(m.up(x))
-    return m.down(h * p), h.abs().mean()
-
-
-@weighed("no_rewrite", "also read by abs", TRAIN, at="h.abs()")
-def statistic_after_a_token_factor(x, p, m):
-    """The L1 term reads what the router has weighed."""
-    h = F.relu(m.up(x)) * p
-    return m.down(h), h.abs().mean()
 
 
 @weighed("no_rewrite", "more than a factor", at="F.relu(")
@@ -292,3 +273,17 @@ def logarithm_of_the_factor(x, p, m):
 def threshold_in_float32(x, p, m):
     h = F.linear(x.bfloat16(), m.up.weight.bfloat16())
     return F.linear(F.relu(h) * (h > m.scale), m.down.weight.bfloat16())
+
+
+@weighed(modes=TRAIN)
+def statistic_before_a_token_factor(x, p, m):
+    """The L1 term reads what the router has not weighed."""
+    h = F.relu(m.up(x))
+    return m.down(h * p), h.abs().mean()
+
+
+@weighed("no_rewrite", "also read by abs", TRAIN, at="h.abs()")
+def statistic_after_a_token_factor(x, p, m):
+    """The L1 term reads what the router has weighed."""
+    h = F.relu(m.up(x)) * p
+    return m.down(h), h.abs().mean()
