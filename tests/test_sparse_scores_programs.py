@@ -57,10 +57,10 @@ def test_rows_that_queries_may_not_have(dynamic):
     "name",
     [
         "assigned_where_padded__train",
-        "empty_then_zero__infer",
+        "emptied_in_the_same_line__infer",
         "emptied_under_two_names__infer",
         "index_add_in_place_over_batch__train",
-        "postings_end_to_end__infer",
+        "addressed_by_query_and_document__infer",
         "segments_by_offset_documents_first__infer",
         "two_factors_of_eight_bits__infer",
     ],

@@ -108,15 +108,6 @@ def postings_of_one_query(c, terms, weights):
 
 
 @scoring(terms=True)
-def postings_of_a_batch(c, terms, weights):
-    """posting lists of a batch, one accumulator a query"""
-    b = terms.shape[0]
-    docs = c.docs[terms].reshape(b, -1)
-    impacts = (c.post[terms] * weights[:, :, None]).reshape(b, -1)
-    return torch.zeros(b, N).scatter_add_(1, docs, impacts)
-
-
-@scoring(terms=True)
 def query_made_dense_first(c, terms, weights):
     """a sparse query is scattered into the vocabulary, then documents gather from it"""
     q = torch.zeros(terms.size(0), V).scatter_add(1, terms, weights)
@@ -136,13 +127,6 @@ def differences_of_prefix_sums_by_column(s, q):
     sums = (q.t()[s.cols] * s.vals[:, None]).cumsum(0)
     sums = torch.cat([torch.zeros(1, q.size(0)), sums])
     return (sums[s.offsets[1:]] - sums[s.offsets[:-1]]).t()
-
-
-@scoring()
-def diff_of_prefix_sums(s, q):
-    """the sums at all offsets, then torch.diff"""
-    sums = F.pad((q[:, s.cols] * s.vals).cumsum(-1), (1, 0))
-    return torch.diff(sums[:, s.offsets], dim=1).topk(K)
 
 
 @scoring(modes=BOTH, rewrites=B)
@@ -205,15 +189,6 @@ def accumulator_moved_to_the_device(c, q):
 
 
 @scoring()
-def accumulator_of_the_querys_type(c, q):
-    """zeros(...).type_as(q), and what it was before read afterwards"""
-    zeros = torch.zeros(q.shape[0], N)
-    scores = zeros.type_as(q)
-    scores.scatter_add_(1, c.rows.expand(q.shape[0], -1), q[:, c.cols] * c.vals)
-    return scores.topk(K), zeros.sum(-1)
-
-
-@scoring()
 def accumulator_shaped_by_query(c, q):
     scores = torch.zeros(B * N).view(B, N)
     scores.index_add_(1, c.rows, q[:, c.cols] * c.vals)
@@ -243,3 +218,23 @@ def scores_without_gradients(c, q):
     with torch.no_grad():
         scores = (q[:, c.ids] * c.values).sum(-1)
     return scores.topk(K).values.sum() + q.sum()
+
+
+@scoring(batch=False)
+def scatter_with_reduce(c, q):
+    return torch.zeros(N).scatter(0, c.rows, q[c.cols] * c.vals, reduce="add")
+
+
+@scoring()
+def rows_repeated(c, q):
+    contributions = q.index_select(-1, c.cols) * c.vals
+    return q.new_zeros(q.shape[0], N).scatter_add_(-1, c.rows.repeat(q.shape[0], 1), contributions)
+
+
+@scoring()
+def accumulator_of_the_querys_type(c, q):
+    """zeros(...).type_as(q), and what it was before read afterwards"""
+    zeros = torch.zeros(q.shape[0], N)
+    scores = zeros.type_as(q)
+    scores.scatter_add_(1, c.rows.expand(q.shape[0], -1), q[:, c.cols] * c.vals)
+    return scores.topk(K), zeros.sum(-1)

@@ -18,6 +18,8 @@ each(
     scoring(modes=BOTH),
     batch_indexed_with_ellipsis=lambda c, q: torch.sum(q[..., c.ids] * c.values, dim=2),
     einsum_of_one=lambda c, q: torch.einsum("bnl->nb", q[:, c.ids] * c.values),
+    # documents stored by row, products in the order of a column
+    terms_before_documents=lambda c, q: (q[:, c.ids].transpose(1, 2) * c.values.t()).sum(1),
 )
 
 
@@ -26,6 +28,7 @@ each(
     one_query_take_then_dot=lambda c, q: torch.einsum("nl,nl->n", torch.take(q, c.ids), c.values),
     masked_sum=lambda c, q: (q[c.ids] * c.values * c.mask).sum(dim=-1),
     vecdot=lambda c, q: torch.linalg.vecdot(q[c.ids], c.values, dim=-1),
+    best_document=lambda c, q: (q[c.ids] * c.values).sum(-1).argmax(),
 )
 
 
@@ -36,24 +39,17 @@ def index_select_and_view(c, q):
     return gathered.mul(c.values.unsqueeze(0)).sum(dim=-1)
 
 
-@scoring()
-def einsum_over_batch(c, q):
-    """einsum with the values first, and top-k"""
-    return torch.einsum("nl,bnl->bn", c.values, q[:, c.ids]).topk(K)
+each(
+    scoring(),
+    # einsum with the values first, and top-k
+    einsum_over_batch=lambda c, q: torch.einsum("nl,bnl->bn", c.values, q[:, c.ids]).topk(K),
+)
 
 
 @scoring(batch=False)
 def gather_from_expanded_query(c, q):
     """gather wants equal ranks"""
     return (q.unsqueeze(0).expand(N, V).gather(1, c.ids) * c.values).sum(1)
-
-
-@scoring()
-def batch_gather_expanded(c, q):
-    """gather along the vocabulary, documents flattened"""
-    flat = c.ids.flatten().unsqueeze(0).expand(q.size(0), -1)
-    weights = torch.gather(q, 1, flat).reshape(q.size(0), *c.ids.shape)
-    return (weights * c.values[None]).sum(-1)
 
 
 @scoring()
@@ -82,11 +78,6 @@ def int32_ids_cast(c, q):
     """ids are kept as int32 and cast for indexing; top-k values and ids as one result"""
     values, found = (q[c.ids.long()] * c.values).sum(-1).topk(K)
     return values, found
-
-
-@scoring(dtype=torch.float16, precision=torch.float16)
-def half_values_float_scores(c, q):
-    return (q.float()[:, c.ids] * c.values.float()).sum(-1)
 
 
 @scoring(batch=False)
@@ -143,10 +134,11 @@ def best_documents_first_and_viewed(c, q):
     return best.values.view(-1), best.indices.view(-1)
 
 
-@scoring(modes=BOTH, groups=True)
-def groups_of_queries(c, q):
-    """queries of a group, for each text"""
-    return (q[..., c.ids] * c.values).sum(-1)
+each(
+    scoring(modes=BOTH, groups=True),
+    # queries of a group, for each text
+    groups_of_queries=lambda c, q: (q[..., c.ids] * c.values).sum(-1),
+)
 
 
 @scoring(modes=BOTH, groups=True)
@@ -167,21 +159,12 @@ def groups_of_queries_and_the_best(c, q):
     return torch.sum(c.values * q[..., c.ids], -1).max(-1)
 
 
-@scoring(groups=True, modes=BOTH)
-def groups_that_change_places(c, q):
-    """queries on two axes, scores with the second one first"""
-    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values)
-
-
-@scoring(groups=True)
-def best_of_groups_that_change_places(c, q):
-    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values).topk(K)
-
-
-@scoring(modes=BOTH)
-def terms_before_documents(c, q):
-    """documents stored by row, products in the order of a column"""
-    return (q[:, c.ids].transpose(1, 2) * c.values.t()).sum(1)
+each(
+    scoring(groups=True, modes=BOTH),
+    # queries on two axes, scores with the second one first
+    groups_that_change_places=lambda c, q: torch.einsum("abnl,nl->ban", q[..., c.ids], c.values),
+    one_of_several_groups=lambda c, q: (q[1, :, c.ids] * c.values).sum(-1),
+)
 
 
 @scoring(modes=BOTH)
@@ -190,6 +173,88 @@ def queries_and_documents_on_one_axis(c, q):
     return (q[:, c.ids] * c.values).flatten(0, 1).sum(-1).view(len(q), -1)
 
 
-@scoring(groups=True, modes=BOTH)
-def one_of_several_groups(c, q):
-    return (q[1, :, c.ids] * c.values).sum(-1)
+@scoring()
+def gather_in_three_axes(c, q):
+    wide = q.unsqueeze(1).expand(-1, N, -1)
+    picked = wide.gather(2, c.ids.unsqueeze(0).expand(q.size(0), -1, -1))
+    return torch.sum(picked * c.values.unsqueeze(0), dim=-1).topk(K).values
+
+
+@scoring()
+def take_along_dim(c, q):
+    """take_along_dim broadcasts by itself"""
+    return (torch.take_along_dim(q[:, None, :], c.ids[None], dim=2) * c.values).sum(2)
+
+
+@scoring(batch=False)
+def multiplied_in_place(c, q):
+    picked = q[c.ids]
+    picked.mul_(c.values)
+    return picked.sum(-1)
+
+
+@scoring()
+def einsum_of_an_embedding(c, q):
+    """letters in another order, documents first"""
+    return torch.einsum("nlb,nl->bn", F.embedding(c.ids, q.t().contiguous()), c.values)
+
+
+@scoring(batch=False)
+def eight_bit_weights(c, q):
+    """integer impacts with one scale"""
+    impacts = (c.values * 255).round().to(torch.uint8)
+    return (q[c.ids] * impacts).sum(-1) * (1 / 255)
+
+
+@scoring()
+def binary_documents(c, q):
+    """bag of words: a mask is all there is"""
+    return (q[:, c.ids] * c.mask).sum(-1).topk(K, sorted=False)[0].sort(-1)[0]
+
+
+@scoring()
+def ranked_ids(c, q):
+    return (q[:, c.ids] * c.values).sum(-1).argsort(dim=-1, descending=True)[:, :K]
+
+
+@scoring()
+def normalised_by_length(c, q):
+    """scores over norms, then top-k: the scores are needed"""
+    norms = c.values.norm(dim=-1).clamp(min=1e-6)
+    return ((q[:, c.ids] * c.values).sum(-1) / norms).topk(K)
+
+
+@scoring(precision=torch.bfloat16, autocast=torch.bfloat16)
+def einsum_under_autocast(c, q):
+    return torch.einsum("bnl,nl->bn", q[:, c.ids], c.values)
+
+
+@scoring(dtype=torch.bfloat16, precision=torch.bfloat16)
+def bfloat16_documents(c, q):
+    return (q[:, c.ids] * c.values).sum(-1)
+
+
+@scoring(batch=False)
+def divided_before_multiplied(c, q):
+    """norms divide, constants too, the weights come last"""
+    norms = c.values.norm(dim=-1, keepdim=True).clamp(min=0.1)
+    return (q[c.ids] / 2 / norms * c.values).sum(-1)
+
+
+@scoring()
+def two_factors_of_eight_bits(c, q):
+    """impact times field boost, both integers that would overflow together"""
+    impacts = (c.values * 255).to(torch.uint8)
+    boosts = (c.mask * 200).to(torch.uint8)
+    return (q[:, c.ids] * impacts * boosts).sum(-1).topk(K)
+
+
+@scoring(dtype=torch.float16, precision=torch.float16, batch=False)
+def two_factors_of_sixteen_bits(c, q):
+    """weights whose product has no place in half precision"""
+    return (q[c.ids].float() * (c.values * 1e-2) * (c.values * 1e-2) * 1e4).sum(-1)
+
+
+@scoring(groups=True)
+def best_of_groups_that_change_places(c, q):
+    return torch.einsum("abnl,nl->ban", q[..., c.ids], c.values).topk(K)

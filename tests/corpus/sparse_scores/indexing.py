@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from corpus.case import each, of
 from corpus.sparse_scores.registry import BOTH, TRAIN, B, K, N, scoring
 
 
@@ -22,21 +23,15 @@ def expanded_coordinates(c, q):
     return scores.index_put_((who, c.rows.expand_as(who)), parts, accumulate=True).topk(K)
 
 
-ROWS = {
-    "reversed": lambda n: torch.arange(n).flip(0),
-    "permuted": lambda n: torch.arange(n)[torch.tensor([2, 0, 1])],
-    "listed": lambda n: torch.arange(n)[[1, 2, 0]],
-    "shifted": lambda n: torch.arange(1, n + 1) % n,
-    "doubled": lambda n: torch.arange(0, 2 * n, 2) % n,
-}
-for name, rows in ROWS.items():
-
-    def score(c, q, rows=rows):
-        """other rows than 0, 1, 2, ..."""
-        return (q[rows(B)[:, None, None], c.ids] * c.values).sum(-1)
-
-    score.__name__ = f"rows_{name}"
-    scoring("no_rewrite", "the rows of the queries are in another order")(score)
+each(
+    of(
+        scoring("no_rewrite", "the rows of the queries are in another order"),
+        lambda rows: lambda c, q: (q[rows(B)[:, None, None], c.ids] * c.values).sum(-1),
+    ),
+    rows_reversed=lambda n: torch.arange(n).flip(0),
+    rows_listed=lambda n: torch.arange(n)[[1, 2, 0]],
+    rows_shifted=lambda n: torch.arange(1, n + 1) % n,
+)
 
 
 @scoring("no_rewrite", "the first rows of the queries come twice")
@@ -91,11 +86,6 @@ def emptied_under_two_names(c, q):
     return scores.topk(K)
 
 
-@scoring("no_rewrite", "does not start at zero", at=".fill_(1.0).index_add_(")
-def filled_with_one(c, q):
-    return q.new_empty(B, N).fill_(1.0).index_add_(1, c.rows, q[:, c.cols] * c.vals)
-
-
 @scoring("no_rewrite", "changed after they were looked up", terms=True, at=".clamp(max=N - 1)")
 def clamped_postings(c, terms, weights):
     """padding is clamped into range after it was looked up"""
@@ -105,23 +95,15 @@ def clamped_postings(c, terms, weights):
 
 # One query with a batch axis of its own: the top-k is of the operator all the same.
 
-SINGLE = {
-    "squeezed": lambda scores: scores.squeeze(0).topk(K),
-    "first": lambda scores: scores[0].topk(K),
-    "selected": lambda scores: scores.select(0, 0).topk(K),
-    "flat": lambda scores: scores.view(-1).topk(K),
-    "flattened": lambda scores: scores.flatten().topk(K),
-    "best": lambda scores: scores[0].max(0),
-    "documents_first": lambda scores: scores.t()[:, 0].topk(K),
-}
-for name, top in SINGLE.items():
-
-    def score(c, q, top=top):
-        """model.encode([text]) has one row"""
-        return top((q[:1, c.ids] * c.values).sum(-1))
-
-    score.__name__ = f"single_query_{name}"
-    scoring()(score)
+each(
+    of(scoring(), lambda top: lambda c, q: top((q[:1, c.ids] * c.values).sum(-1))),
+    single_query_squeezed=lambda scores: scores.squeeze(0).topk(K),
+    single_query_first=lambda scores: scores[0].topk(K),
+    single_query_selected=lambda scores: scores.select(0, 0).topk(K),
+    single_query_flat=lambda scores: scores.view(-1).topk(K),
+    single_query_best=lambda scores: scores[0].max(0),
+    single_query_documents_first=lambda scores: scores.t()[:, 0].topk(K),
+)
 
 
 @scoring(modes=TRAIN)

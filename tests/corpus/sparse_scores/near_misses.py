@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from corpus.sparse_scores.registry import INFER, TRAIN, B, L, N, V, program, scoring
@@ -106,23 +105,6 @@ def expert_combine():
     return combine, (torch.rand(30, 8), torch.rand(N, 2).softmax(-1))
 
 
-@program("no_rewrite", "rows of features", INFER, at="F.embedding_bag(")
-def bag_of_words():
-    """text classifier"""
-    torch.manual_seed(3)
-    words, weights = torch.randint(0, V, (N, L)), torch.rand(N, L)
-
-    class Bag(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.rand(V, 8))
-
-        def forward(self, words, weights):
-            return F.embedding_bag(words, self.table, mode="sum", per_sample_weights=weights)
-
-    return Bag(), (words, weights)
-
-
 @scoring("no_rewrite", "does not start at zero", batch=False, at="scores.index_add_(")
 def query_changed_between(c, q):
     """the accumulator is written to before it is read"""
@@ -146,12 +128,6 @@ def no_queries():
 def query_by_query_through_vmap(c, q):
     """functorch instead of a batch axis"""
     return torch.vmap(lambda one: (one[c.ids] * c.values).sum(-1))(q)
-
-
-@scoring("no_rewrite", "differ from query to query", at="torch.einsum(")
-def einsum_with_boosts_of_queries(c, q):
-    """one of three operands has the batch axis, too"""
-    return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])
 
 
 @scoring("no_rewrite", "documents of its own", at="q.gather(")
@@ -212,14 +188,6 @@ def groups_added_up(c, q):
     return (q[..., c.ids] * c.values).sum((1, 3))
 
 
-@scoring("no_rewrite", "documents of its own", at="q[rows, c.ids[candidates]]")
-def candidates_by_rows_and_columns(c, q):
-    """q[arange, ids[candidates]]"""
-    candidates = torch.arange(len(q))[:, None] + torch.arange(4)
-    rows = torch.arange(len(q))[:, None, None]
-    return (q[rows, c.ids[candidates]] * c.values[candidates]).sum(-1)
-
-
 @scoring("maybe", "each product is added as often as the indices name its place")
 def products_that_the_index_repeats(c, q):
     """one product a query, for four places of the index"""
@@ -235,3 +203,31 @@ def powers_of_the_weights(c, q):
     for _ in range(20):
         picked = picked * picked
     return picked.sum(-1)
+
+
+@scoring("no_rewrite", "also read by gt", at="(picked > 0)")
+def gathered_weights_reused(c, q):
+    """matched terms are counted beside the scores"""
+    picked = q[:, c.ids]
+    return (picked * c.values).sum(-1), (picked > 0).sum(-1)
+
+
+@scoring("no_rewrite", "differ from query to query", at="scatter_add(1, rows")
+def rows_of_each_query(c, q):
+    """every query has candidates of its own"""
+    rows = torch.stack([c.rows.roll(i) for i in range(B)])
+    return torch.zeros(B, N).scatter_add(1, rows, q[:, c.cols] * c.vals)
+
+
+@scoring("no_rewrite", "documents of its own", at="q[rows, c.ids[candidates]]")
+def candidates_by_rows_and_columns(c, q):
+    """q[arange, ids[candidates]]"""
+    candidates = torch.arange(len(q))[:, None] + torch.arange(4)
+    rows = torch.arange(len(q))[:, None, None]
+    return (q[rows, c.ids[candidates]] * c.values[candidates]).sum(-1)
+
+
+@scoring("no_rewrite", "differ from query to query", at="torch.einsum(")
+def einsum_with_boosts_of_queries(c, q):
+    """one of three operands has the batch axis, too"""
+    return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])

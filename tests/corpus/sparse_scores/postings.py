@@ -7,19 +7,9 @@ import torch
 from corpus.sparse_scores.registry import TRAIN, B, Collection, K, N, program, query_terms, scoring
 
 
-@scoring(terms=True)
-def one_term_after_the_other(c, terms, weights):
-    """a loop over the places of a query's terms, all into one accumulator"""
-    scores = torch.zeros(B, N)
-    for t in range(terms.size(1)):
-        at = terms[:, t]
-        scores.scatter_add_(1, c.docs[at], c.post[at] * weights[:, t, None])
-    return scores.topk(K)
-
-
 @scoring(terms=True, dynamic=True)
-def one_term_after_the_other_out_of_place(c, terms, weights):
-    """the same, a new accumulator a term, for any number of queries"""
+def one_term_after_the_other(c, terms, weights):
+    """a loop over the places of a query's terms, a new accumulator a term, for any number of queries"""
     scores = torch.zeros(terms.size(0), N)
     for t in range(terms.size(1)):
         lists = c.post[terms[:, t]]
@@ -63,12 +53,6 @@ def addressed_by_another_query(c, terms, weights):
     return torch.zeros(B, N).index_put((queries, c.docs[terms]), impacts, accumulate=True)
 
 
-@scoring(terms=True, batch=False)
-def put_into_place(c, terms, weights):
-    impacts = c.post[terms] * weights[:, None]
-    return torch.zeros(N).put_(c.docs[terms], impacts, accumulate=True).topk(K)
-
-
 @scoring(terms=True)
 def impacts_of_eight_bits(c, terms, weights):
     """quantised lists, scaled after they were looked up"""
@@ -84,13 +68,6 @@ def weighed_by_bm25(c, terms, weights):
     length = c.lengths[docs] / c.lengths.float().mean()
     impacts = weights[..., None] * (tf * 2.2) / (tf + 1.2 * (0.25 + 0.75 * length))
     return torch.zeros(B, N).scatter_add_(1, docs.view(B, -1), impacts.view(B, -1)).topk(K)
-
-
-@scoring(terms=True)
-def weighed_by_einsum(c, terms, weights):
-    """an einsum that only multiplies, its second operand one number a list"""
-    impacts = torch.einsum("btp,bt->btp", c.post[terms], weights).flatten(1)
-    return torch.zeros(B, N).scatter_add_(1, c.docs[terms].flatten(1), impacts).topk(K)
 
 
 @scoring(terms=True, batch=False)
@@ -118,16 +95,6 @@ def best_list_of_a_document(c, terms, weights):
     impacts = c.post[terms] * weights[..., None]
     docs = c.docs[terms].flatten(1)
     return torch.zeros(B, N).scatter_reduce(1, docs, impacts.flatten(1), "amax")
-
-
-@scoring(terms=True, rewrites=B)
-def into_each_row_of_a_buffer_by_lists(c, terms, weights):
-    """a loop over the queries, each with the lists of its terms"""
-    scores = torch.zeros(B, N)
-    for i in range(B):
-        impacts = c.post[terms[i]] * weights[i, :, None]
-        scores[i].scatter_add_(0, c.docs[terms[i]].flatten(), impacts.flatten())
-    return scores
 
 
 @scoring(terms=True, batch=False)

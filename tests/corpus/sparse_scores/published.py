@@ -36,12 +36,6 @@ def batch() -> tuple[Tensor]:
     return (queries(),)
 
 
-def terms_of_one() -> tuple[Tensor, Tensor]:
-    q = queries()[0]
-    ids = q.nonzero().squeeze(-1)
-    return ids, q[ids]
-
-
 def padded_terms() -> tuple[Tensor, Tensor]:
     top = queries().topk(T, dim=1)
     return top.indices, top.values
@@ -101,15 +95,6 @@ def padded_scatter_add_end_to_end(s, ids, w):
     key = s.docs[positions] + torch.arange(ids.size(0), device=ids.device).view(-1, 1, 1) * N
     acc = torch.zeros(ids.size(0) * N).scatter_add_(0, key.reshape(-1), parts.reshape(-1))
     return acc.view(ids.size(0), N).topk(K, dim=1)
-
-
-@case(padded_terms)
-def padded_scatter_add_by_row(s, ids, w):
-    """the same with one row a query"""
-    positions, real = _lists(s, ids)
-    parts = (s.vals[positions] * w.unsqueeze(-1) * real).flatten(1)
-    rows = s.docs[positions].flatten(1)
-    return torch.zeros(ids.size(0), N).scatter_add(1, rows, parts).topk(K, dim=1)
 
 
 @case(batch)
@@ -173,13 +158,6 @@ def postings_and_a_row_to_spare(s, ids, w):
     return acc.scatter_add_(1, s.pdocs[ids].flatten(1), (s.pvals[ids] * w[..., None]).flatten(1))
 
 
-@never(batch, why="rows that belong to no query", at="scatter_add_(1, rows")
-def scatter_and_a_row_to_spare(s, q):
-    """a row more than queries"""
-    rows = s.row.expand(Q, -1)
-    return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
-
-
 @never(lambda: ((queries() * 255).byte(),), why="the products are torch.uint8", at="q[:, s.ids]")
 def products_of_eight_bits(s, q):
     return (q[:, s.ids] * (s.weights * 255).byte()).float().sum(-1)
@@ -189,42 +167,6 @@ def products_of_eight_bits(s, q):
 def weights_of_some_edges(s, some):
     """a selection of edges"""
     return torch.zeros(N).index_add_(0, s.row[some], s.dvals[some])
-
-
-MAYBE = "data-dependent sizes or slices break the graph"
-
-
-@case(terms_of_one, expect="maybe", why="the query is constant")
-def term_at_a_time_constants(s, ids, w):
-    """BM25 scorer with constant terms"""
-    acc = torch.zeros(N)
-    for term, weight in ((3, 0.5), (7, 0.2), (11, 0.9)):
-        a, b = s.starts[term], s.starts[term + 1]
-        acc.index_add_(0, s.docs[a:b], s.vals[a:b] * weight)
-    return acc.topk(K)
-
-
-@case(padded_terms, expect="maybe", why=MAYBE)
-def compacted_by_mask(s, ids, w):
-    """BM25S on a GPU, compacted by a mask"""
-    start, length = s.indptr[ids], s.indptr[ids + 1] - s.indptr[ids]
-    at = torch.arange(s.longest).view(1, 1, -1)
-    real = at < length.unsqueeze(-1)
-    flat = (start.unsqueeze(-1) + at)[real]
-    query = torch.arange(ids.size(0)).view(-1, 1, 1).expand_as(real)[real]
-    acc = torch.zeros(ids.size(0) * N)
-    acc.scatter_add_(
-        0, query * N + s.docs[flat], s.vals[flat] * w.unsqueeze(-1).expand_as(real)[real]
-    )
-    return acc.view(-1, N).topk(K, 1)
-
-
-@case(padded_terms, expect="maybe", why="a maximum over duplicates")
-def equality_join(s, ids, w):
-    """lsr sparse-sparse equality join"""
-    same = (ids[:, None, :, None] == s.ids[None, :, None, :]).to(w.dtype)
-    products = same * (w[:, None, :, None] * s.weights[None, :, None, :])
-    return products.max(-1).values.sum(-1).topk(K, dim=1)
 
 
 @never(batch, why="a dense product")
@@ -306,3 +248,10 @@ def _reused(s: Any, q: Tensor) -> Any:
 def accumulator_kept_in_a_buffer():
     """GPU BM25 scorers that allocate their scores once: whoever reads the buffer later wants them in it"""
     return ReusedBuffer(_reused), one_query()
+
+
+@never(batch, why="rows that belong to no query", at="scatter_add_(1, rows")
+def scatter_and_a_row_to_spare(s, q):
+    """a row more than queries"""
+    rows = s.row.expand(Q, -1)
+    return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
