@@ -35,13 +35,11 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     """Embedding, entmax attention, SPLADE head: values [B, VOCABULARY]."""
 
-    def __init__(self, tied: bool = False, dim: int = D, heads: int = HEADS) -> None:
+    def __init__(self, dim: int = D, heads: int = HEADS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY if tied else WORDS, dim)
+        self.embedding = nn.Embedding(WORDS, dim)
         self.attention = Attention(dim, heads)
         self.decoder = nn.Linear(dim, VOCABULARY)
-        if tied:
-            self.decoder.weight = self.embedding.weight
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.head(self.body(ids, mask), mask)

@@ -132,16 +132,6 @@ def test_activation_checkpointing(report, selective):
     assert compiled.calls("entmax_attention_train") == 2
 
 
-def test_gradient_accumulation(report):
-    model, eager = encoder(), encoder()
-    compiled = compile_without_codegen(model)
-    for seed in range(3):
-        for program in (compiled, eager):
-            (program(*batch(seed=seed)).square().sum() / 3).backward()
-    assert rewritten(report) == BOTH
-    assert_gradients(model, eager)
-
-
 def test_grad_scaler_under_autocast(report):
     """Scaled steps are eager's, and an overflow skips the step and halves the scale."""
     model, eager = encoder(), encoder()
@@ -285,46 +275,6 @@ def test_the_operators_run_on_meta():
     assert sparse_inductor.ops.splade_head(x, x.new_empty(11, 8)).shape == (2, 11)
     assert sparse_inductor.ops.entmax(x).shape == x.shape
     assert sparse_inductor.ops.entmax_attention(x, x, x).shape == x.shape
-
-
-def test_tied_weights(report):
-    model, eager = encoder(tied=True), encoder(tied=True)
-    assert_trains_like_eager(compile_without_codegen(model), model, eager, *batch())
-    assert rewritten(report) == BOTH
-
-
-class LoRA(nn.Module):
-    """y = W x + B A x with W frozen (Hu et al. 2021)."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
-
-
-def test_lora_around_a_matched_block(report):
-    """Adapters on the projections that go into attention, a frozen head: both are rewritten, and only the adapters
-    get gradients."""
-    model = encoder().requires_grad_(False)
-    for name in ("q", "v"):
-        setattr(model.attention, name, LoRA(getattr(model.attention, name)))
-    eager = copy.deepcopy(model)
-    assert_trains_like_eager(compile_without_codegen(model), model, eager, *batch())
-    assert rewritten(report) == BOTH
-    assert {name.split(".")[2] for name in gradients(model)} == {"a", "b"}
-
-
-def test_lora_on_the_head_itself_is_exact(report):
-    """The logits are a sum of two linears, which is no head of one: it is left alone, or stays exact."""
-    model = encoder()
-    model.decoder = LoRA(model.decoder)
-    eager = copy.deepcopy(model)
-    assert_trains_like_eager(compile_without_codegen(model), model, eager, *batch())
-    assert "splade_head" in rewritten(report) | {m.pattern for m in report.near_misses}
 
 
 # Devices

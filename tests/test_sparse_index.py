@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -282,14 +280,6 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
         SparseIndex.build(collection(5)).save(saved)
     assert saved.read_bytes() == before
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
-
-
-def test_the_header_is_plain_safetensors(saved):
-    data = saved.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    assert (8 + length) % 8 == 0
-    assert sorted(header)[0] == "0.offsets"
 
 
 def test_progress_is_shown(capsys):

@@ -489,22 +489,6 @@ def test_positions_are_those_of_torch_max(name, grad, S):
     assert torch.equal(positions, expected.indices)
 
 
-def test_positions_of_equal_tokens_are_the_first():
-    hidden, weight, bias = make(S=1, B=2)
-    _, positions = splade_head(hidden.expand(2, 7, 5), weight, bias, return_argmax=True)
-    assert not positions.any()
-
-
-def test_asking_for_positions_changes_no_value_and_no_gradient():
-    results = []
-    for argmax in (False, True):
-        leaves = leaves_of(*make())
-        values = splade_head(*leaves, lengths(), return_argmax=argmax)
-        values = values[0] if argmax else values
-        results.append((values, *gradients(values, leaves)))
-    torch.testing.assert_close(*results)
-
-
 # --- Autocast -------------------------------------------------------------------------------------
 
 

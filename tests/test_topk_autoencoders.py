@@ -20,7 +20,7 @@ BOTH = {"topk_encode": 1, "sparse_decode": 1}
 
 
 class Autoencoder(nn.Module):
-    def __init__(self, forward, tied=False):
+    def __init__(self, forward):
         super().__init__()
         torch.manual_seed(0)
         self.W_enc = nn.Parameter(torch.randn(8, 32))

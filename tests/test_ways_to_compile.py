@@ -262,13 +262,6 @@ def weight_norm(model):
 
 
 @way()
-def spectral_norm(model):
-    for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        nn.utils.parametrizations.spectral_norm(linear).eval()
-    yield Ran(compile_without_codegen(model), model, copy.deepcopy(model))
-
-
-@way()
 def an_exported_program(model):
     x = torch.randn(2, 5, D)
     exported = torch.export.export(model, (x,)).module()

@@ -125,20 +125,6 @@ def through_a_view(x, w, mask):
     return (a.amax(1),)
 
 
-@kept(**_HEAD)
-def hidden_states_overwritten(x, w, mask):
-    z = F.linear(x, w)
-    x.copy_(x.flip(0))
-    return ((torch.log1p(F.relu(z)) * mask.unsqueeze(-1)).amax(1),)
-
-
-@kept(**_HEAD)
-def weight_overwritten(x, w, mask):
-    z = F.linear(x, w)
-    w.mul_(-2.0)
-    return ((torch.log1p(F.relu(z)) * mask.unsqueeze(-1)).amax(1),)
-
-
 @kept(**_BLOCK)
 def list_of_tensors(x, up, down):
     h = F.relu(F.linear(x, up))
@@ -174,39 +160,11 @@ def scores_through_data(q, k, v):
     return (entmax15(z, dim=-1) @ v,)
 
 
-@kept(**_ATTENTION)
-def scores_through_detach(q, k, v):
-    z = q @ k.mT * 0.5
-    z.detach().clamp_(-0.1, 0.1)
-    return (entmax15(z, dim=-1) @ v,)
-
-
-@kept(**_ATTENTION)
-def probabilities_in_place(q, k, v):
-    p = entmax15(q @ k.mT * 0.5, dim=-1)
-    p.index_fill_(-1, torch.tensor([0]), 0.5)
-    return (p @ v,)
-
-
-@kept(**_ATTENTION)
-def keys_overwritten(q, k, v):
-    z = q @ k.mT * 0.5
-    k.zero_()
-    return (entmax15(z, dim=-1) @ v,)
-
-
 @kept(**_SCORES)
 def weights_overwritten(q, ids, w):
     parts = q[:, ids] * w
     w.zero_()
     return (parts.sum(-1),)
-
-
-@kept(**_SCORES)
-def gathered_in_place(q, ids, w):
-    parts = q[:, ids]
-    parts.add_(1.0)
-    return ((parts * w).sum(-1),)
 
 
 @kept(**_HEAD)
@@ -227,18 +185,12 @@ _WRITERS = (
     ("cond", branch, "splade_head"),
     ("setitem", assignment, "splade_head", "] = "),
     ("fill_", through_a_view, "splade_head"),
-    ("copy_", hidden_states_overwritten, "splade_head"),
-    ("mul_", weight_overwritten, "splade_head"),
     ("_foreach", list_of_tensors, "relu_ffn"),
     ("mul", out_argument, "relu_ffn", "out="),
     ("relu", inplace_argument, "relu_ffn", "inplace=True"),
     ("clamp_", clipped_through_detach, "relu_ffn"),
     ("mul_", scores_through_data, "entmax_attention"),
-    ("clamp_", scores_through_detach, "entmax_attention"),
-    ("index_fill_", probabilities_in_place, "entmax_attention"),
-    ("zero_", keys_overwritten, "entmax_attention"),
     ("zero_", weights_overwritten, "sparse_scores"),
-    ("add_", gathered_in_place, "sparse_scores"),
 )
 
 
