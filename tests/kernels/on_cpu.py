@@ -18,9 +18,10 @@ ORDERS = (1, 255, 77)
 
 
 class OnCpu:
-    """A kernel with its constants. Skips the test without a compiler of C++20."""
+    """A kernel with the size of its blocks and its constants. Skips the test without a compiler of C++20."""
 
-    def __init__(self, kernel: cuda.CudaKernel, **constants: Any) -> None:
+    def __init__(self, kernel: cuda.CudaKernel, num_warps: int = 8, **constants: Any) -> None:
+        self._threads = 32 * num_warps
         texts = (path.read_text() for path in (kernel.source, cuda.HEADER))
         folders = (f"-I{path.parent}" for path in (kernel.source, cuda.HEADER))
         options = [
@@ -28,7 +29,7 @@ class OnCpu:
             "-O1",
             f'-DSOURCE="{kernel.source.name}"',
             *folders,
-            *cuda.macros(constants),
+            *cuda.macros(num_warps, constants),
         ]
         try:
             self._library = native.compiled(SOURCE, *options, depends_on="\0".join(texts))
@@ -37,8 +38,7 @@ class OnCpu:
         self._kernel = ctypes.cast(getattr(self._library, kernel.__name__), ctypes.c_void_p)
 
     def __call__(
-        self, grid: tuple[int, int], *given: Any, threads: int = 256, order: int = 1,
-        late: tuple[np.ndarray, ...] = (),
+        self, grid: tuple[int, int], *given: Any, order: int = 1, late: tuple[np.ndarray, ...] = (),
     ) -> None:  # fmt: skip
         """late: arrays that hold garbage until the kernel waits for the one in front of it."""
         written = [a.copy() for a in late]
@@ -49,7 +49,8 @@ class OnCpu:
             )
         words = [_word(a) for a in given]
         words += [0] * (24 - len(words))
-        self._library.launch(self._kernel, (ctypes.c_uint64 * 24)(*words), *grid, threads, order)
+        given_words = (ctypes.c_uint64 * 24)(*words)
+        self._library.launch(self._kernel, given_words, *grid, self._threads, order)
 
 
 def _word(given: Any) -> int:
@@ -62,4 +63,4 @@ def launch_on_cpu(
     kernel: cuda.CudaKernel, grid: Any, *args: Any, num_warps: int, **constants: Any
 ) -> None:
     """What `CudaKernel.launch` does on a GPU."""
-    OnCpu(kernel, **constants)((*grid, 1)[:2], *args, threads=32 * num_warps)
+    OnCpu(kernel, num_warps, **constants)((*grid, 1)[:2], *args)

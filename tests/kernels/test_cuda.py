@@ -15,17 +15,23 @@ from sparse_inductor.kernels.sparse_scores import accumulate, rescore, search
 
 
 def forms():
-    """(kernel, constants) of everything that is launched."""
+    """(kernel, warps, constants) of everything that is launched."""
     for ranked, listed in ((0, False), (0, True), (1024, True), (8192, True)):
         sizes = {"CHUNK": 8192, "APART": 32}
-        yield accumulate.shared_kernel, {**sizes, "RANKED": ranked, "LISTED": listed}
+        yield accumulate.shared_kernel, 8, {**sizes, "RANKED": ranked, "LISTED": listed}
     for stored, simple in itertools.product(search._STORED.values(), (False, True)):
-        sizes = {"STORED": stored, "ROOM": 2048, "APART": 32}
-        yield rescore.filtered_kernel, {**sizes, "RANKED": simple, "PDL": simple}
+        sizes = {
+            "STORED": stored,
+            "ROOM": 2048,
+            "APART": 32,
+            "RANKED_UP_TO": 1024,
+            "READ_ANYHOW": 128,
+        }
+        yield rescore.filtered_kernel, 8, {**sizes, "RANKED": simple, "PDL": simple}
     for flag in (False, True):
-        sizes = {"OUTPUTS": 4, "WARPS": 16, "PDL": True}
+        sizes = {"OUTPUTS": 4, "PDL": True}
         flags = dict.fromkeys(("IS_BF16", "HAS_BIAS", "HAS_RESIDUAL"), flag)
-        yield decode.words_kernel, {**sizes, **flags}
+        yield decode.words_kernel, 16, {**sizes, **flags}
 
 
 @pytest.fixture
@@ -37,17 +43,19 @@ def nvrtc(tmp_path, monkeypatch):
         pytest.skip("needs NVRTC, which comes with torch for CUDA")
 
 
-@pytest.mark.parametrize("kernel, constants", forms(), ids=lambda x: getattr(x, "__name__", None))
-def test_every_form_compiles(nvrtc, kernel, constants):
+@pytest.mark.parametrize(
+    "kernel, num_warps, constants", forms(), ids=lambda x: getattr(x, "__name__", None)
+)
+def test_every_form_compiles(nvrtc, kernel, num_warps, constants):
     for arch in (
         (80, 90) if kernel is not decode.words_kernel and not constants.get("PDL") else (90,)
     ):
-        assert kernel.__name__.encode() in cuda.compile(kernel.source, arch, constants)
+        assert kernel.__name__.encode() in cuda.compile(kernel.source, arch, num_warps, constants)
 
 
 def test_a_compiler_says_what_is_wrong(nvrtc):
     with pytest.raises(RuntimeError, match="CHUNK"):
-        cuda.compile(accumulate.shared_kernel.source, 90, {})
+        cuda.compile(accumulate.shared_kernel.source, 90, 8, {})
 
 
 def test_a_source_is_compiled_once_for_constants_and_headers(tmp_path, monkeypatch):
@@ -59,7 +67,7 @@ def test_a_source_is_compiled_once_for_constants_and_headers(tmp_path, monkeypat
     source = tmp_path / "k.cu"
     for text, value, number in (("a", 1, 1), ("a", True, 1), ("a", 2, 2), ("b", 2, 3), ("a", 2, 2)):
         source.write_text(text)
-        assert cuda.compile(source, 90, {"X": value}) == bytes([number])
+        assert cuda.compile(source, 90, 8, {"X": value}) == bytes([number])
     assert "-DX=1" in made[0] and "--gpu-architecture=sm_90" in made[0]
 
 
@@ -72,7 +80,7 @@ def test_launches_of_all_numbers_have_one_binary(monkeypatch):
             return lambda *args: launched.append((grid, *args))
 
     signatures = []
-    monkeypatch.setattr(cuda, "compile", lambda source, arch, constants: b"code")
+    monkeypatch.setattr(cuda, "compile", lambda source, arch, num_warps, constants: b"code")
     monkeypatch.setattr(
         cuda, "compiled_kernel", lambda *made: signatures.append(made[3]) or Compiled()
     )

@@ -31,9 +31,9 @@ def test_outputs_of_a_block(kind, groups, rows, share, word, order):
     want += extras[0].double() + extras[1].double()
     y = torch.full((1, 4), torch.nan, dtype=dtype)
     arrays = (t.view(torch.int16).numpy() for t in (h, weights, *extras, y))
-    constants = {"OUTPUTS": 4, "WARPS": WARPS, "IS_BF16": kind == "bf16", "PDL": True}
-    OnCpu(decode.words_kernel, **constants, HAS_BIAS=True, HAS_RESIDUAL=True)(
-        (1, 1), *arrays, groups, word, rows, weights.stride(0), 1, threads=32 * WARPS, order=order
+    constants = {"OUTPUTS": 4, "IS_BF16": kind == "bf16", "PDL": True}
+    OnCpu(decode.words_kernel, WARPS, **constants, HAS_BIAS=True, HAS_RESIDUAL=True)(
+        (1, 1), *arrays, groups, word, rows, weights.stride(0), 1, order=order
     )
     rounding = 2**-8 if kind == "bf16" else 2**-11
     torch.testing.assert_close(y[0, :rows].double(), want, rtol=2 * rounding, atol=4 * rounding)

@@ -130,8 +130,10 @@ def rescored(kind, V, lengths, longest, kept, parts=1, k=0, pdl=True, order=1, l
         np.zeros(4, np.int32),
     )
     scores, ids = np.zeros((B, max(k, 1)), np.float32), np.zeros((B, max(k, 1)), np.int64)
-    constants = {"STORED": kind, "ROOM": room, "APART": APART}
-    OnCpu(rescore.filtered_kernel, **constants, RANKED=bool(k), PDL=pdl)(
+    constants = {"STORED": kind, "ROOM": room, "APART": APART, "READ_ANYHOW": rescore.READ_ANYHOW}
+    OnCpu(
+        rescore.filtered_kernel, **constants, RANKED=bool(k), RANKED_UP_TO=rescore.RANKED_UP_TO, PDL=pdl
+    )(
         (B, parts), query, offsets, terms, stored, scales, first_docs, len(first_docs), query_terms, counts, longs,
         list_of, kept_counts, keys, found, scores, ids, progress, V, L, k, order=order, late=(list_of, kept_counts),
     )  # fmt: skip

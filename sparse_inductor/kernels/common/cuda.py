@@ -20,7 +20,7 @@ HEADER = Path(__file__).with_name("device.cuh")
 
 class CudaKernel:
     """The kernel `name` of a source file: arguments are tensors, None, or integers of 32 bits, and the constants are
-    macros of the source. Among these, PDL says that the kernel starts before the one in front has ended.
+    macros of the source, as WARPS is. Among these, PDL says that the kernel starts before the one in front has ended.
 
     Behind its parameters it has two pointers more, as kernels have that Triton compiles.
     """
@@ -51,21 +51,21 @@ class CudaKernel:
         if key not in self._compiled:
             major, minor = torch.cuda.get_device_capability(device)
             arch = 10 * major + minor
-            cubin = compile(self.source, arch, constants)
+            cubin = compile(self.source, arch, num_warps, constants)
             options = {"num_warps": num_warps, "launch_pdl": constants.get("PDL", False)}
             self._compiled[key] = compiled_kernel(cubin, self.__name__, arch, signature, options)
         return self._compiled[key]
 
 
-def macros(constants: Mapping[str, Any]) -> list[str]:
-    """Constants as a compiler's options."""
+def macros(num_warps: int, constants: Mapping[str, Any]) -> list[str]:
+    """The size of a block and constants as a compiler's options."""
     return [
         f"-D{name}={value if isinstance(value, str) else int(value)}"
-        for name, value in constants.items()
+        for name, value in {"WARPS": num_warps, **constants}.items()
     ]
 
 
-def compile(source: Path, arch: int, constants: Mapping[str, Any]) -> bytes:
+def compile(source: Path, arch: int, num_warps: int, constants: Mapping[str, Any]) -> bytes:
     """A source file as code for GPUs of a compute capability, which is compiled once and kept on disk.
 
     Raises OSError without NVRTC, and RuntimeError with what it says where it fails.
@@ -75,7 +75,7 @@ def compile(source: Path, arch: int, constants: Mapping[str, Any]) -> bytes:
         f"--gpu-architecture=sm_{arch}",
         "--std=c++17",
         f"-I{HEADER.parent}",
-        *macros(constants),
+        *macros(num_warps, constants),
     ]
     what = (torch.version.cuda, text, HEADER.read_text(), *options)
     key = hashlib.sha256("\0".join(map(str, what)).encode()).hexdigest()

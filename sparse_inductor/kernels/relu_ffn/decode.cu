@@ -1,7 +1,7 @@
 // A token's down projection by words of neurons: see decode.py. Which neurons are active a warp sees by a vote, so that
 // between reading the hidden activations and sending for the weights lies no list that all warps make together.
 //
-// Constants: OUTPUTS and WARPS of a block; IS_BF16, whether numbers are bfloat16, or fp16; HAS_BIAS, HAS_RESIDUAL, PDL.
+// Constants: WARPS and OUTPUTS of a block; IS_BF16, whether numbers are bfloat16, or fp16; HAS_BIAS, HAS_RESIDUAL, PDL.
 
 #include "device.cuh"
 

@@ -228,7 +228,7 @@ def down_projection(
         word = min(32, triton.cdiv(groups, 2 * warps))
         words_kernel.launch(
             (triton.cdiv(D, outputs),), h, down, bias, residual, y, groups, word, D, down.stride(0), stride_r,
-            OUTPUTS=outputs, WARPS=warps, IS_BF16=h.dtype == torch.bfloat16, **extras, PDL=pdl_options(h)["PDL"],
+            OUTPUTS=outputs, IS_BF16=h.dtype == torch.bfloat16, **extras, PDL=pdl_options(h)["PDL"],
             num_warps=warps,
         )  # fmt: skip
         return

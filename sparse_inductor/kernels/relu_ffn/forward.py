@@ -180,7 +180,6 @@ def forward(
         h, steps = value, b.f
         if up is not None:
             h, steps = x.new_empty(m, cap), ()
-        if up is not None:
             gates = gate if value is None else value
             dot_rows.dots(
                 x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,

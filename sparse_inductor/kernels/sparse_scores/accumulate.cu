@@ -1,11 +1,11 @@
 // Integer scores of a chunk of documents for one query, added up in shared memory: see accumulate.py.
 //
-// Constants: CHUNK, documents; APART, words from one query's count of candidates to the next; LISTED, whether a chunk
+// Constants: WARPS of a block; CHUNK, documents; APART, words from one query's count of candidates to the next; LISTED, whether a chunk
 // is one of sampled documents, named in chunk_docs [., CHUNK]; RANKED, 0 or how many of them the threshold is made of.
 
 #include "device.cuh"
 
-constexpr u32 WARPS = 8, THREADS = 32 * WARPS;  // 16 warps were slower
+constexpr u32 THREADS = 32 * WARPS;
 // Postings that a warp takes at a time: 8 a lane, all under way at once. Lists of more are shared out among the warps.
 constexpr u32 PIECE = 256;
 

@@ -1,26 +1,27 @@
 // Exact scores of the documents that are kept of a query, from their rows: see rescore.py.
 //
-// Constants: STORED, the type of weights: float, unsigned short (fp16) or unsigned char, of which each chunk of
-// documents has a scale and a zero; ROOM, documents of a query at most; APART, words from one query's count of
-// candidates to the next; RANKED, whether a query's only block writes the k best, too; PDL.
+// Constants: WARPS of a block; STORED, the type of weights: float, unsigned short (fp16) or unsigned char, of which each
+// chunk of documents has a scale and a zero; ROOM, documents of a query at most; APART, words from one query's count of
+// candidates to the next; RANKED, whether a query's only block writes the k best, too, of RANKED_UP_TO at most;
+// READ_ANYHOW, terms of a row that are read whether it has them or not; PDL.
 
 #include "device.cuh"
 
-constexpr u32 WARPS = 8, THREADS = 32 * WARPS;
+constexpr u32 THREADS = 32 * WARPS;
 constexpr bool SCALED = sizeof(STORED) == 1;
 // Rows that a block looks up at once, and those it goes on with in a turn: a row is four lanes', eight rows a warp's.
 constexpr u32 ROWS = SCALED ? 512 : 1024, TURN = 8 * WARPS;
 // Where the length of a row stands in the 64 bits that say where it is.
 constexpr u32 LENGTH_AT = 40;
 // Terms of a row from one round to the next, eight a lane. Nearly all rows of 127 terms or so have no more than four
-// rounds, which are read whether the row has them or not (READ_ANYHOW of rescore.py), and are longer than three.
-constexpr int ROUND = 32, ROUNDS = 8, ANYHOW = 4, SURE = 3, LONG = ROUNDS * ROUND;
+// rounds, which are READ_ANYHOW, and are longer than three.
+constexpr int ROUND = 32, ROUNDS = 8, ANYHOW = READ_ANYHOW / ROUND, SURE = 3, LONG = ROUNDS * ROUND;
 // Terms of up to 32 rows of a warp that passed the filter; for scaled weights the row's number stands above the
 // entry's.
 constexpr u32 PASSED = 96, ROW_AT = 44;
 constexpr u32 FILTER_TERMS = 1023;  // where a quarter of the bits is set, weights might as well be loaded at once
 constexpr u32 CLASSES = 8;  // of lengths, 32 apart
-constexpr u32 MOST = 1024;  // keys that a block ranks, in as many buckets
+constexpr u32 MOST = RANKED_UP_TO;  // keys that a block ranks, in as many buckets
 constexpr u32 EACH = MOST / THREADS;
 
 alignas(128) __shared__ union {

@@ -22,7 +22,7 @@ _TICKETS = tl.constexpr(1 << 13)  # of a turn: one a part, and one a program tha
 
 # What rescore.cu knows of a query by a filter: terms of 16 bits.
 FILTERED_UP_TO = 1 << 16
-READ_ANYHOW = 128  # terms that it reads whether a row has them or not
+READ_ANYHOW = 128  # terms that it reads whether a row has them or not, four rounds of 32
 RANKED_UP_TO = 1024  # keys of a query that its block writes in order
 filtered_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "rescore", __name__)
 

@@ -590,8 +590,8 @@ def _rescore(
         filtered_kernel.launch(
             (B, parts), *rows, s.terms, s.counts, s.long_counts, s.kept, s.kept_counts, s.keys, s.found, scores, ids,
             s.progress, V, s.terms.shape[1], k,
-            STORED=_STORED[p.weights.dtype], ROOM=room, APART=COUNTERS_APART, RANKED=ranked, PDL=starts["PDL"],
-            num_warps=8,
+            STORED=_STORED[p.weights.dtype], ROOM=room, APART=COUNTERS_APART, RANKED=ranked, RANKED_UP_TO=RANKED_UP_TO,
+            READ_ANYHOW=READ_ANYHOW, PDL=starts["PDL"], num_warps=8,
         )  # fmt: skip
     else:
         rescore_kernel[(B, parts)](
@@ -635,7 +635,9 @@ def _score(
     flags = {"CHUNK": CHUNK_DOCS, "RANKED": ranked, "LISTED": listed}
     work = count * B
     if shared:
-        shared_kernel.launch((work,), *args, **flags, APART=COUNTERS_APART, num_warps=8)
+        shared_kernel.launch(
+            (work,), *args, **flags, APART=COUNTERS_APART, num_warps=8
+        )  # 16 warps were slower
         return
     # 32 KiB each: 16 MiB of scratch, well within L2
     programs = min(work, 4 * sm_count(deleted.device) if deleted.is_cuda else 4)
