@@ -282,8 +282,7 @@ def _gpu(bench: Bench, n: int) -> None:
     bench.row(f"{case}: build on the GPU", c.build_seconds, "s", *((60, 10) if n == FULL else ()))
     _bytes(bench, c, case)
     _agreement(bench, c, case, k)
-    both = zip(_search(c, k), _search(c, k, shared=False))
-    same = all(torch.equal(a, b) for a, b in both)
+    same = all(map(torch.equal, _search(c, k), _search(c, k, shared=False)))
     bench.row(f"{case}: the portable kernels give the same bits", float(same), "", 1, 1, True)
     scatter = ScatterAdd(c.index, c.queries)
     label = f"{case}, B {B}, top-{k}"
@@ -373,8 +372,8 @@ def _bytes(bench: Bench, c: Collection, case: str) -> None:
     taken, postings = c.index.nbytes, max(c.index.num_postings, 1)
     lists = taken["postings"]
     bench.row(f"{case}: index bytes a posting", lists / postings, "", 4.5, 3)
-    both = (lists + taken["forward"]) / postings
-    bench.row(f"{case}: index bytes a posting, with the rows", both, "", 10.5, 8)
+    with_rows = (lists + taken["forward"]) / postings
+    bench.row(f"{case}: index bytes a posting, with the rows", with_rows, "", 10.5, 8)
 
 
 def _agreement(bench: Bench, c: Collection, case: str, k: int) -> None:
