@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import sparse_inductor
 from sparse_inductor import compat
 from sparse_inductor.pattern import registered
-from sparse_inductor.policy import break_even, decisions, popular, profile
+from sparse_inductor.policy import break_even, counting, decisions, popular, profile
 from sparse_inductor.policy.popular import Apart
 from sparse_inductor.policy.worth import Worth, policies
 from sparse_inductor.testing import compile_without_codegen
@@ -192,10 +193,9 @@ def test_the_cheapest_number_of_popular_neurons(frequencies, rows, seed):
     torch.manual_seed(seed)
     apart, N = Apart(1.0, 0.3, 0.01), len(frequencies)
     active = torch.binomial(torch.full((2, N), float(rows)), torch.tensor([frequencies] * 2)).long()
-    total = torch.full((2, N), rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(popular, "STEP", 1)
-        found = popular.cheapest(active, total, apart)
+        found = popular.cheapest(active, rows, apart)
     order = active[0].argsort(descending=True)
 
     def of(neurons: torch.Tensor) -> float:
@@ -204,10 +204,10 @@ def test_the_cheapest_number_of_popular_neurons(frequencies, rows, seed):
         return (gathered + 0.3 * len(neurons)) / N + 0.01
 
     assert torch.equal(found, order[: len(found)]) and 1 <= len(found) <= N // 2
-    cost = popular.cost(active[1], total[1], apart, found)
+    cost = popular.cost(active[1], rows, apart, found)
     assert cost == pytest.approx(of(found), abs=1e-5)
     assert cost <= min(of(order[:n]) for n in range(1, N // 2 + 1)) + 1e-5
-    assert popular.cost(active[1], total[1], apart, found[:0]) == pytest.approx(
+    assert popular.cost(active[1], rows, apart, found[:0]) == pytest.approx(
         active[1].sum().item() / rows / N, abs=1e-6
     )
 
@@ -362,23 +362,22 @@ def test_what_the_operator_computes_by_tiles_does_not_pay(row):
 
 
 def test_costs_do_not_depend_on_the_default_dtype():
-    rows = torch.full((2, 1000), 1000)
     active = torch.arange(1000).repeat(2, 1)
     apart = Apart(1.0, 0.4, 0.0)
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         torch.set_default_dtype(dtype)
-        neurons = popular.cheapest(active, rows, apart)
-        found.append((len(neurons), popular.cost(active[1], rows[1], apart, neurons)))
+        neurons = popular.cheapest(active, 1000, apart)
+        found.append((len(neurons), popular.cost(active[1], 1000, apart, neurons)))
     assert found[0] == found[1] and found[0][0] == 384
 
 
 @pytest.mark.usefixtures("looks_often")
 def test_a_default_device_is_none_of_the_profiles():
     with torch.device("meta"):
-        sites = [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5, counters=2)]
+        sites = [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5)]
         one = profile.Profile(sites, torch.device("cpu"))
-        one.counters[0] += 4 * profile.ELEMENT + torch.tensor([0, 1], device="cpu")
+        one.counters[0] += torch.tensor([[1], [8]], device="cpu")
         for _ in range(7):
             one.accepts((None,))
     assert sites[0].share == 1 / 8 and one.version == (0,)
@@ -452,6 +451,72 @@ def test_what_dynamo_forgets_is_forgotten():
     assert changes(inactive(), [torch.ones(3, 8)] * 8) == (2, 2)
     compat.reset_dynamo()
     assert changes(inactive(), [torch.ones(3, 8)]) == (0, 1)
+
+
+@given(
+    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    dim=st.integers(-1, 2),
+    positive=st.booleans(),
+    apart=st.booleans(),
+    most=st.sampled_from([None, 1, 4, 100]),
+)
+def test_counts(shape, dim, positive, apart, most):
+    assume(-len(shape) <= dim < len(shape) and shape[dim])
+    torch.manual_seed(0)
+    x = torch.randint(-1, 2, shape)
+    found, total = counting.counts(x, dim, positive, apart, most)
+    rows = x.movedim(dim, -1).reshape(-1, shape[dim])
+    active = (rows > 0 if positive else rows != 0).long()
+    if most is not None and most < len(rows):
+        active = active[torch.arange(most) * (len(rows) // most)]
+    if not apart:
+        assert found.tolist() == [active.sum()] and total == active.numel()
+        return
+    if len(rows) == 1 or most == 1:
+        active = active[:1].repeat(2, 1)
+    pairs = len(active) // 2
+    assert total == pairs
+    halves = torch.stack([active[0 : 2 * pairs : 2].sum(0), active[1 : 2 * pairs : 2].sum(0)])
+    assert torch.equal(found, halves.flatten())
+
+
+def test_only_calls_that_are_due_are_counted(monkeypatch):
+    x, counters = torch.tensor([[0.0, 2.0, -1.0]]), torch.zeros(2, 1, dtype=torch.int64)
+    for due in (False, True):
+        monkeypatch.setattr(counting.call, "due", due)
+        torch.library.opcheck(counting.operator, (x, counters.clone(), 1, False))
+        counting.operator(x, counters, 1, False)
+        assert counters.flatten().tolist() == [2 * due, 3 * due]
+
+
+def test_a_look_reads_some_calls_of_all_since_the_last():
+    one = profile.Profile(
+        [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5)], torch.device("cpu")
+    )
+    one.begins()
+    counted = [call for call in range(1, 2049) if one.accepts((None,)) and counting.call.due]
+    for since, look in itertools.pairwise((0, *profile.LOOKS, 1024, 2048)):
+        calls = [call for call in counted if since <= call < look]
+        assert min(look - since - 1, profile.COUNTED - 2) <= len(calls) <= 2 * profile.COUNTED
+        assert {call % 4 for call in calls} == {0, 1, 2, 3} or look == profile.LOOKS[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_blocks_on_a_gpu(mode):
+    report = sparse_inductor.report()
+    sparse_inductor.enable(only="relu_ffn")
+    for model, rewritten in ((biased(-50, 50, 50, 50), 0), (inactive(), 2)):
+        torch._dynamo.reset()
+        report.clear()
+        model, x = model.to("cuda", torch.bfloat16), torch.ones(64, 8, device="cuda").bfloat16()
+        compiled = torch.compile(model, mode=mode)
+        with torch.no_grad():
+            for _ in range(14):
+                torch.testing.assert_close(compiled(x), model(x))
+        assert len(report.rewrites) == rewritten
+        assert [p.measured for p in report.pending] == [0.75] * (2 - rewritten)
 
 
 @pytest.mark.usefixtures("looks_often")

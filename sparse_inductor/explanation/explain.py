@@ -16,7 +16,8 @@ from torch import fx, nn
 
 from .. import compat, session
 from ..pattern import Sparse
-from ..policy.profile import Site, counts_of
+from ..policy.counting import counts
+from ..policy.profile import Site
 from ..policy.worth import Policy
 from ..private_copy import private_copy
 from ..reporting.findings import Density, NearMiss, Pending, bytes_text
@@ -287,14 +288,13 @@ class _Counting:
     def _count(self, node: fx.Node, value: Any) -> None:
         for found, sparse in self._wanted.get(node.name, ()):
             t = value if sparse.result is None else value[sparse.result]
-            active = t > 0 if sparse.positive else t != 0
             if isinstance(found, Site):
-                found.decide(*counts_of(active, found, sparse.dim))
+                found.decide(*counts(t, sparse.dim, sparse.positive, found.apart is not None))
                 continue
+            active, total = counts(t, sparse.dim, sparse.positive, apart=False)
             row = t.shape[sparse.dim] if t.dim() else 1
-            number = int(active.sum())
             self._report.add_density(
-                Density(found.pattern, found.location, sparse.what, number, t.numel(), row)
+                Density(found.pattern, found.location, sparse.what, int(active), total, row)
             )
 
 

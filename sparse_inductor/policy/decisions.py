@@ -15,7 +15,7 @@ from ..pattern import Match, Pattern, Sparse
 from ..reporting.findings import Pending
 from ..reporting.source import Source, source_of
 from ..snapshot import Snapshot
-from .profile import Kept, Profile, Site, counters_for, profile_of, watch
+from .profile import Kept, Profile, Site, profile_of, watch
 from .worth import Worth
 
 log = logging.getLogger("sparse_inductor")
@@ -141,6 +141,5 @@ def _site(candidate: _Candidate, worth: Worth, sparse: Sparse, source: Source) -
     row = static_size(value.shape[sparse.dim])
     apart = None if row is None else worth.apart
     return Site(
-        candidate.pattern.name, source.location, source.text, sparse.what, row, worth.below, apart,
-        counters_for(sparse, apart),
-    )  # fmt: skip
+        candidate.pattern.name, source.location, source.text, sparse.what, row, worth.below, apart
+    )

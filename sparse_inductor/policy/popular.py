@@ -34,12 +34,11 @@ def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool)
     return dtype.itemsize == 2 and multiples and not stats and neurons <= _MOST_COUNTED
 
 
-def cheapest(active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> torch.Tensor:
+def cheapest(active: torch.Tensor, rows: int, apart: Apart) -> torch.Tensor:
     """The popular neurons with which the block costs least; none where that is the most of them.
 
-    active, rows: [2, N], of two samples, in how many rows each neuron was active, and of how many. The first sample
-    says which neurons are popular, the second what is left: in one sample the most active ones seem more so than they
-    are.
+    active: [2, N], of two samples of so many rows, in how many each neuron was active. The first sample says which
+    neurons are popular, the second what is left: in one sample the most active ones seem more so than they are.
     """
     first, second = (active.double() / rows).unbind()
     order = first.argsort(descending=True)
@@ -50,12 +49,10 @@ def cheapest(active: torch.Tensor, rows: torch.Tensor, apart: Apart) -> torch.Te
     return order[: int(numbers[(left + apart.each * numbers).argmin()])]
 
 
-def cost(
-    active: torch.Tensor, rows: torch.Tensor, apart: Apart | None, popular: torch.Tensor
-) -> float:
+def cost(active: torch.Tensor, rows: int, apart: Apart | None, popular: torch.Tensor) -> float:
     """What the block costs with these popular neurons; without any the share that is active.
 
-    active, rows: [N], of a sample that says nothing of who is popular.
+    active: [N], of a sample of so many rows that says nothing of who is popular.
     """
     frequencies = active.double() / rows
     gathered = float(frequencies.sum() - frequencies[popular].sum())
