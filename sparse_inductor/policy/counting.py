@@ -6,6 +6,7 @@ that Inductor generates calls it past the dispatcher, which would take ten times
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -64,8 +65,10 @@ _lib.define(
 _lib.impl("count_active", count, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_inductor::count_active", lambda *_: None, lib=_lib)
 operator = torch.ops.sparse_inductor.count_active.default
-_NAME = "sparse_inductor_count"
-compat.call_extern_kernels(
-    "torch.ops.sparse_inductor.count_active.default",
-    lambda node: (f"from {__name__} import count", _NAME, "count"),
-)
+
+
+@functools.cache
+def install() -> None:
+    """Have Inductor generate calls of `count` from now on."""
+    made = f"from {__name__} import count", "sparse_inductor_count", "count"
+    compat.call_extern_kernels("torch.ops.sparse_inductor.count_active.default", lambda node: made)

@@ -29,7 +29,7 @@ from torch import fx
 
 from .. import compat
 from ..graph.emit import Emitter
-from ..graph.fakes import fake, tensors_in
+from ..graph.fakes import fake
 from ..pattern import Sparse
 from ..reporting.findings import Pending
 from . import counting
@@ -284,6 +284,7 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         kept.profile.begins()
         return True
 
+    counting.install()
     compat.add_guard(holds, f"sparse_inductor: version {version}")
     of = dict(watched)
     for number, (site, counters) in enumerate(zip(profile.sites, profile.counters)):
@@ -293,9 +294,12 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         name = f"{BUFFER}_{number}"
         kept_as = (__name__, "counters", kept.names[number])
         compat.add_buffer(graph.owning_module, name, counters, kept_as)
-        mode = next(tensors_in(fake(sparse.node))).fake_mode
         e, t = Emitter(sparse.node.next), sparse.node
         if sparse.result is not None:
             t = e.call(operator.getitem, t, sparse.result)
-        buffer = e.attribute(name, mode.from_tensor(counters))
-        e.call(counting.operator, e.method("detach", t), buffer, sparse.dim, sparse.positive)
+        with fake(t).fake_mode:
+            buffer = e.attribute(
+                name, torch.empty(counters.shape, dtype=counters.dtype, device=counters.device)
+            )
+        t = e.method("detach", t)
+        e.declared(lambda: None, counting.operator, t, buffer, sparse.dim, sparse.positive)
