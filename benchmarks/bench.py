@@ -240,8 +240,8 @@ def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]
 def twin(module: nn.Module) -> nn.Module:
     """The same parameters in a class with code of its own: Dynamo shares what it compiled for a code object."""
     kind = type(module)
-    own = type(kind.__name__, (kind,), {"forward": fresh(kind.forward)})
-    made = own.__new__(own)
+    own: Any = type(kind.__name__, (kind,), {"forward": fresh(kind.forward)})
+    made: nn.Module = own.__new__(own)
     made.__dict__.update(module.__dict__)
     return made
 

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1024**2
 
 Work = Callable[[], Any]
+Name = TypeVar("Name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +71,11 @@ class Memory:
 
 
 def race(
-    contenders: Mapping[str, Work],
+    contenders: Mapping[Name, Work],
     device: torch.device,
     seconds: float = 3.0,
     rounds: tuple[int, int] = (5, 60),
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls.
 
     On a CPU a call during which other programs took more than `_OTHERS` of the machine does not count, on a GPU one

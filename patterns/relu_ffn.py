@@ -123,9 +123,8 @@ class BlockMatch:
         x = e.permuted(x, [*rest, axis])
         weights: list[fx.Node | None] = []
         for branch, pair in zip(r.branches, pairs):
-            if is_flat(branch.program):  # not even a gradient of zeros
-                pair = tuple(t if t is None else e.method("detach", t) for t in pair)
-            weights += pair
+            flat = is_flat(branch.program)  # not even a gradient of zeros
+            weights += [e.method("detach", t) if t is not None and flat else t for t in pair]
         weights += [None] * (4 - len(weights))
         down_bias = downs.bias(e, dtype)
         op = e.call(
@@ -229,8 +228,8 @@ class ReluFfn(Recogniser):
         if one is None:
             assert up is not None
             raise NoMatch("the two projections read different inputs", up.linear.node)
-        nodes = [n for b in reading.branches for n in b.nodes]
-        nodes = matched_nodes(view, [*nodes, *down.within, node])
+        inside = [n for b in reading.branches for n in b.nodes]
+        nodes = matched_nodes(view, [*inside, *down.within, node])
         others, nodes = other_readers(view, reading, nodes, node)
         at = min([node, *others.ends], key=view.order.__getitem__)
         apart = {n for s, _ in others.statistics for n in (*s.nodes, s.node)}
@@ -252,8 +251,8 @@ class ReluFfn(Recogniser):
         if (total := residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
             with contextlib.suppress(NoMatch):
-                more = (*nodes, end)
-                match = BlockMatch(end, reading, one, others, end, more, saved, residual)
+                with_sum = (*nodes, end)
+                match = BlockMatch(end, reading, one, others, end, with_sum, saved, residual)
                 check_match(view, match)
                 return match
         return BlockMatch(node, reading, one, others, at, nodes, saved)

@@ -210,7 +210,7 @@ class SpladeHead(Recogniser):
                 "and max do not",
                 node,
             )
-        turned = (Step("mul", (-1.0,)),) if red.minimum else ()
+        turned: tuple[Step, ...] = (Step("mul", (-1.0,)),) if red.minimum else ()
         turned += () if red.least == -math.inf else (Step("maximum", (red.least,)),)
         program = chain.program + turned
         proof = prove(program)

@@ -67,10 +67,15 @@ class Match(Protocol):
     anchor: fx.Node
     matched_nodes: tuple[fx.Node, ...]
     """The nodes that the op replaces, in graph order, the anchor among them."""
-    inputs: tuple[fx.Node, ...]
-    bytes_saved: int | None
-    """Bytes that autograd no longer keeps for the backward; None where that is not known."""
-    note: str
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]: ...
+    @property
+    def bytes_saved(self) -> int | None:
+        """Bytes that autograd no longer keeps for the backward; None where that is not known."""
+
+    @property
+    def note(self) -> str: ...
 
     def replace(self) -> None:
         """Insert the op and redirect the readers. The driver erases what is dead afterwards."""

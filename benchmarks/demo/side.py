@@ -99,7 +99,8 @@ class Side:
     ) -> tuple[Tensor, list[Tensor]]:
         """All steps; representations and gradients of the first, when both sides still have the same weights."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-        values, gradients, times = torch.empty(0), [], []
+        values, gradients = torch.empty(0), []
+        times: list[float] = []
         for at, batch in enumerate(data):
             if at == 0:
                 self.say(

@@ -75,8 +75,8 @@ def numba_postings(documents: Any, queries: Any, k: int, threads: int) -> Search
                         n += 1
         return found
 
-    given = (postings.indptr, postings.indices, postings.data)
-    given += (queries.indptr, queries.indices, queries.data, documents.shape[0], k)
+    lists = (postings.indptr, postings.indices, postings.data)
+    given = (*lists, queries.indptr, queries.indices, queries.data, documents.shape[0], k)
 
     def search() -> np.ndarray:
         numba.set_num_threads(threads)
@@ -121,7 +121,7 @@ def seismic(
     best: tuple[float, int, float, float] | None = None
     for cut, heap in itertools.product((10, 20, 32), (0.7, 0.8, 0.9, 1.0)):
         found = search_with(cut, heap)
-        recall = np.mean([len(np.intersect1d(a, b)) / k for a, b in zip(found, exact)])
+        recall = float(np.mean([len(np.intersect1d(a, b)) / k for a, b in zip(found, exact)]))
         start = time.perf_counter()
         search_with(cut, heap)
         taken = time.perf_counter() - start

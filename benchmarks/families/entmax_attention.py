@@ -265,7 +265,7 @@ class Product(nn.Module):
 
 def _host(bench: Bench) -> None:
     """The host's part of a call, at a size at which the GPU's is small."""
-    case = Case(Shape(1, 2, 256, 64), bench.device)
+    case = Case(Shape(1, 2, 256), bench.device)
     runs = {name: case.contender(name) for name in ("ours", "compile")}
     for kind in (INFERENCE, TRAINING):
         plain = case.work(kind, compiled(Product()))

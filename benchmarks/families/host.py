@@ -36,7 +36,7 @@ def _splade(bench: Bench) -> None:
 
 
 def _attention(bench: Bench) -> None:
-    case = entmax_attention.Case(entmax_attention.Shape(1, 2, 256, 64), bench.device)
+    case = entmax_attention.Case(entmax_attention.Shape(1, 2, 256), bench.device)
     for kind in (entmax_attention.INFERENCE, entmax_attention.TRAINING):
         ours, theirs = (case.work(kind, case.contender(name)) for name in ("ours", "compile"))
         _added(bench, f"entmax_attention, {kind}", ours, theirs)

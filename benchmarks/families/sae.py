@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +126,7 @@ class TopKReturned(TopK):
 # --- Comparing --------------------------------------------------------------------------------------------------------
 
 
-def _work(program: Callable[..., object], module: nn.Module, x: Tensor, training: bool) -> Work:
+def _work(program: Callable[..., Any], module: nn.Module, x: Tensor, training: bool) -> Work:
     wanted = list(module.parameters())
 
     def call() -> object:
@@ -178,9 +179,9 @@ def _compare(
     )
     wall = {n: s.wall_ms for n, s in steady.items()}
     said = f"{wall['compile']:.4g} ms / {wall['ours']:.4g} ms; eager {wall['eager']:.4g} ms"
-    less = tuple(None if n is None else 0.85 * n for n in limits)
+    floor, goal = (None if n is None else 0.85 * n for n in limits)
     value = wall["compile"] / wall["ours"]
-    bench.row(f"{name}: wall clock, compile over ours", value, "x", *less, True, said)
+    bench.row(f"{name}: wall clock, compile over ours", value, "x", floor, goal, True, said)
     decided = f"{wall['default']:.4g} ms, {'rewritten' if done else 'as written'}"
     value = wall["compile"] / wall["default"]
     bench.row(f"{name}: wall clock, compile over default", value, "x", 0.97, 0.99, True, decided)
