@@ -101,7 +101,7 @@ class BlockMatch:
     @property
     def sparse(self) -> tuple[Sparse, ...]:
         down = self.reading.down
-        return (Sparse("neurons", down.source, down.d_dim),)
+        return (Sparse("neurons", down.source, down.d_dim, reader=down.node),)
 
     @property
     def note(self) -> str:

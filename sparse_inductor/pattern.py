@@ -45,6 +45,7 @@ class Sparse:
 
     `explain` counts in it when it runs the program. `what` names its elements ("probabilities"), `dim` is the dimension
     that a row lies along, `result` which of the node's results it is. With `positive` elements below 0 count as zeros.
+    `reader` is the product that it is an operand of, in whose dtype autocast may have it.
     """
 
     what: str
@@ -52,6 +53,7 @@ class Sparse:
     dim: int = -1
     result: int | None = None
     positive: bool = False
+    reader: fx.Node | None = None
 
 
 class Match(Protocol):

@@ -13,6 +13,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
@@ -499,6 +501,24 @@ def test_a_look_reads_some_calls_of_all_since_the_last():
         calls = [call for call in counted if since <= call < look]
         assert min(look - since - 1, profile.COUNTED - 2) <= len(calls) <= 2 * profile.COUNTED
         assert {call % 4 for call in calls} == {0, 1, 2, 3} or look == profile.LOOKS[0]
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_counted_is_what_the_product_reads(training):
+    """Whatever the dtype before autocast's cast: nothing is written for the count alone."""
+
+    def squares(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.relu(F.linear(x, up)).float().square(), down)
+
+    sparse_inductor.enable(only="relu_ffn")
+    args = [torch.randn(n, k, requires_grad=training) for n, k in ((3, 8), (40, 8), (8, 40))]
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+        _, codes = run_and_get_code(torch.compile(squares), *args)
+    (counted,) = re.findall(r"sparse_inductor_count\((\w+),", codes[0])
+    # The count and the product: what else has it, a kernel's result, has it last.
+    assert len(re.findall(rf"\w\({counted},", codes[0])) == 2
 
 
 @pytest.mark.gpu

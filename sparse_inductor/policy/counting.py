@@ -60,7 +60,8 @@ def count(x: Tensor, counters: Tensor, dim: int, positive: bool) -> None:
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _lib.define(
     "count_active(Tensor x, Tensor(a!) counters, int dim, bool positive) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    # Of any strides: Inductor would copy x for those that the graph was traced with.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 _lib.impl("count_active", count, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_inductor::count_active", lambda *_: None, lib=_lib)

@@ -297,6 +297,12 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         e, t = Emitter(sparse.node.next), sparse.node
         if sparse.result is not None:
             t = e.call(operator.getitem, t, sparse.result)
+        reader = sparse.reader
+        if reader is not None and fake(reader).dtype.itemsize < fake(t).dtype.itemsize:
+            # What is counted is written: let it be what autocast makes of it, which the product reads.
+            cast = e.cast(t, fake(reader).dtype)
+            reader.replace_input_with(t, cast)
+            t = cast
         with fake(t).fake_mode:
             buffer = e.attribute(
                 name, torch.empty(counters.shape, dtype=counters.dtype, device=counters.device)
