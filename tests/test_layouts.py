@@ -45,6 +45,26 @@ def test_results_have_the_strides_of_the_program(fn, dynamic):
         torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_cut_from_a_block_is_a_tensor_of_its_own(rows, training):
+    """The operator computes a weighted sum of the activations as one more column of its result."""
+    up, down = nn.Linear(8, 40), nn.Linear(40, 8)
+
+    def fn(x):
+        h = F.relu(up(x))
+        return down(h), (h * down.weight.norm(dim=0)).sum(-1)
+
+    x = torch.randn(rows, 8)
+    with torch.set_grad_enabled(training), sparse_inductor.enabled(policy="always"):
+        expected, got = fn(x), compile_without_codegen(fn)(x)
+    assert [r.pattern for r in sparse_inductor.report().rewrites] == ["relu_ffn"]
+    for e, g in zip(expected, got):
+        assert g.stride() == e.stride()
+        assert not g._is_view()
+        torch.testing.assert_close(g, e)
+
+
 @pytest.mark.parametrize("family", ["head", "scores"])
 def test_what_is_cut_from_a_sort_is_a_tensor_of_its_own(family):
     """Unrewritten it is a view of all that was sorted, which a rewrite does not make."""

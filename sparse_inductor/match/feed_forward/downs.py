@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ...graph.emit import Emitter
+from ...graph.fakes import memory_order
 from ...graph.gemm import Linear
 from ...graph.view import fake
 from ...policy.popular import ALIGNED
@@ -53,7 +54,10 @@ class Downs:
             return [y]
         axis, first, parts = self.reading.down.v_dim, 0, []
         for down in self._all:
-            parts.append(e.method("narrow", y, axis, first, down.outputs))
+            part = e.method("narrow", y, axis, first, down.outputs)
+            if memory_order(fake(part)) is not None:  # one row, which `laid_out` would not copy
+                part = e.method("clone", part, memory_format=torch.contiguous_format)
+            parts.append(part)
             first += down.outputs
         return parts
 
