@@ -77,6 +77,16 @@ def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nothing_recorded() -> Iterator[None]:
+    """No call is replayed that was recorded before this test, nor afterwards what it recorded."""
+    from sparse_inductor.kernels.common import replay
+
+    replay.forget()
+    yield
+    replay.forget()
+
+
+@pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of 16 documents, so that an index of a test's collection has several."""
     from sparse_inductor.index import segment

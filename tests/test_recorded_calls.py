@@ -8,12 +8,7 @@ from torch import Tensor
 
 from sparse_inductor.kernels.common import replay
 
-
-@pytest.fixture(autouse=True)
-def nothing_kept():
-    replay.forget()
-    yield
-    replay.forget()
+pytestmark = pytest.mark.usefixtures("nothing_recorded")
 
 
 def products(x: Tensor, weights: list[Tensor], bias: Tensor | None, factor: float) -> list[Tensor]:

@@ -15,16 +15,12 @@ from sparse_inductor.kernels.common import ahead, launch, replay
 from sparse_inductor.kernels.common.ahead import compile_ahead
 from support import in_a_graph
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("small_blocks_are_packed", "nothing_recorded"),
+]
 
 Made = tuple[Callable[..., Tensor], Callable[[], list[Tensor | None]]]
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept(small_blocks_are_packed):
-    replay.forget()
-    yield
-    replay.forget()
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

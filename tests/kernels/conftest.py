@@ -1,10 +1,8 @@
-"""What tests of kernels have in common: the device that they run on, and that nothing was recorded before."""
+"""What tests of kernels have in common: the device that they run on."""
 
 import pytest
 import torch
 from triton import knobs
-
-from sparse_inductor.kernels.common import replay
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -27,11 +25,3 @@ def hopper_gpu():
 @pytest.fixture(autouse=True)
 def packs(small_blocks_are_packed):
     """Small blocks, where tests of feed-forward blocks say nothing else."""
-
-
-@pytest.fixture
-def nothing_recorded():
-    """No call is replayed that was recorded before this test, nor afterwards what it recorded."""
-    replay.forget()
-    yield
-    replay.forget()
