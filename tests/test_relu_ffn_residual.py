@@ -15,10 +15,10 @@ K, N = 16, 48
 class Layer(nn.Module):
     """A pre-norm block of a transformer; `end` makes its result of the residual and the block's."""
 
-    def __init__(self, end, width=K):
+    def __init__(self, end):
         super().__init__()
         self.gate, self.up = nn.Linear(K, N, bias=False), nn.Linear(K, N, bias=False)
-        self.down, self.end = nn.Linear(N, width), end
+        self.down, self.end = nn.Linear(N, K), end
 
     def forward(self, x):
         h = F.layer_norm(x, (K,))

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sparse_inductor.patterns.relu_ffn import PATTERN, BlockMatch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_inductor
 from corpus.relu_ffn.published import LanguageModel, token_ids
+from corpus.relu_ffn.registry import Block, K
 from sparse_inductor.graph.view import GraphView
 from support import compile_without_codegen, heavy, only, rewrites
 
@@ -72,30 +72,23 @@ def test_what_a_step_no_longer_keeps(device, tokens, statistics, projections):
     assert _matched_on(device, tokens, statistics).bytes_saved == projections * tokens * 256 * 2
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.up = nn.Linear(16, 96), nn.Linear(16, 96)
-        self.down = nn.Linear(96, 16)
-
-    def forward(self, x):
-        a = F.relu(self.gate(x))
-        return self.down(a * self.up(x)), a.abs().mean(), (a != 0).float().mean()
+def _with_statistics(x, m):
+    a = F.relu(m.gate(x))
+    return m.down(a * m.up(x)), a.abs().mean(), (a != 0).float().mean()
 
 
 @pytest.mark.heavy
 def test_an_l1_term_makes_the_block_sparse():
     """The recipe of TwELL (section 3.4): the statistic and its gradient come out of the operator."""
-    block = Block()
-    teacher = torch.randn(16, 16)
+    block = Block(_with_statistics, bias=True)
+    teacher = torch.randn(K, K)
     optimiser = torch.optim.Adam(block.parameters(), lr=3e-3)
     shares, losses = [], []
     with only("relu_ffn") as report:
         program = compile_without_codegen(block)
         for step in range(120):
             torch.manual_seed(step)
-            x = torch.randn(64, 16)
+            x = torch.randn(64, K)
             y, l1, share = program(x)
             loss = F.mse_loss(y, torch.tanh(x @ teacher))
             optimiser.zero_grad()
