@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
+from fuzz.vocabulary import Doubling
 from sparse_inductor import compat, rewrite
 from sparse_inductor.match.entmax import leaves
 from sparse_inductor.testing import compile_without_codegen
@@ -396,15 +397,6 @@ def test_a_backend_that_gives_up_gets_the_rest():
     with only("entmax"):
         torch.testing.assert_close(torch.compile(program, backend=backend)(z), program(z))
     assert any("sparsemax" in name for name in calls[0])
-
-
-class Doubling(torch.Tensor):
-    """Multiplies what a product makes of it."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        return out * 2 if func is torch.matmul else out
 
 
 def test_a_tensor_with_functions_of_its_own_keeps_them():

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from corpus.entmax.hand_written import sort_sparsemax
+from corpus.entmax.hand_written import sort_entmax15, sort_sparsemax
+from corpus.entmax.repositories import sparsemax_threshold
 from fuzz.compare import COMPILING
 from sparse_inductor import compat
 from sparse_inductor.testing import compile_without_codegen
@@ -237,18 +238,10 @@ def _frozen_later(m, x):
     return z
 
 
-def _threshold(z):
-    """Of sparsemax."""
-    s, _ = z.sort(-1, descending=True)
-    c = s.cumsum(-1) - 1
-    size = (torch.arange(1, z.shape[-1] + 1) * s > c).sum(-1, keepdim=True)
-    return c.gather(-1, size - 1) / size
-
-
 def _threshold_under_no_grad(m, x):
     z = m.a(x)
     with torch.no_grad():
-        tau = _threshold(z)
+        tau = sparsemax_threshold(z)
     return torch.clamp(z - tau, min=0)
 
 
@@ -292,11 +285,7 @@ def test_a_cast_that_narrows_rounds(dtype):
         return stored(x.flatten(1)[:, m.ids] * 0.3).sum(-1)
 
     def threshold(m, x):
-        s, _ = torch.sort(x, -1, descending=True)
-        n = torch.arange(1, x.shape[-1] + 1)
-        c = s.cumsum(-1) - 1
-        size = (n * s > c).sum(-1, keepdim=True)
-        return torch.clamp(x - stored(c.gather(-1, size - 1) / size), min=0)
+        return torch.clamp(x - stored(sparsemax_threshold(x)), min=0)
 
     for program in (head, block, attention, scores, threshold):
         _assert_as_eager(program, torch.randn(2, 5, 6) * 3)
@@ -643,18 +632,6 @@ def test_who_reads_the_memory_of_a_sort_sees_that_of_eager():
     assert found == ["sparse_scores"]
 
 
-def _halved_by_hand(z):
-    """entmax-1.5 whose gradient is NaN where a score is -inf: variances of infinities."""
-    z = z / 2 - z.amax(-1, keepdim=True) / 2
-    s, _ = z.sort(-1, descending=True)
-    n = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype)
-    mean = s.cumsum(-1) / n
-    spread = n * ((s**2).cumsum(-1) / n - mean**2)
-    tau = mean - torch.clamp((1 - spread) / n, min=0).sqrt()
-    size = (tau <= s).sum(-1, keepdim=True)
-    return torch.clamp(z - tau.gather(-1, size - 1), min=0) ** 2
-
-
 _LOWERED = {
     "filled": lambda z, bias: z.masked_fill(bias < 0, -torch.inf),
     "added": lambda z, bias: z + bias,
@@ -663,8 +640,10 @@ _LOWERED = {
 
 @pytest.mark.parametrize("name", _LOWERED)
 def test_scores_of_minus_infinity_have_the_gradient_of_eager(name):
+    """NaN in that of the closed form of entmax-1.5 by sorting: variances of infinities."""
+
     def program(m, x, bias):
-        return _halved_by_hand(_LOWERED[name](m.q(x) @ m.k(x).mT, bias)) @ x
+        return sort_entmax15(_LOWERED[name](m.q(x) @ m.k(x).mT, bias)) @ x
 
     bias = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
     assert not _assert_as_eager(program, torch.randn(2, 5, 6), bias, training=True)
@@ -882,8 +861,8 @@ def test_a_search_of_few_steps_is_no_sparsemax():
 @pytest.mark.parametrize(
     "bounded",
     [
-        lambda z: torch.relu(z - _threshold(z).clamp(-300, 300)),
-        lambda z: torch.relu(z - _threshold(z.clamp_min(-300.0))),
+        lambda z: torch.relu(z - sparsemax_threshold(z).clamp(-300, 300)),
+        lambda z: torch.relu(z - sparsemax_threshold(z.clamp_min(-300.0))),
     ],
     ids=["threshold", "scores"],
 )
@@ -896,7 +875,7 @@ def test_a_threshold_within_bounds_is_no_sparsemax(bounded):
 def test_a_threshold_that_ignores_what_is_no_number_is_no_sparsemax():
     z = torch.randn(4, 8)
     z[1, 2] = torch.nan
-    assert not _assert_as_eager(lambda m, z: torch.relu(z - _threshold(z.nan_to_num())), z)
+    assert not _assert_as_eager(lambda m, z: torch.relu(z - sparsemax_threshold(z.nan_to_num())), z)
 
 
 def test_a_verdict_belongs_to_one_graph():
