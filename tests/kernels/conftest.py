@@ -7,9 +7,11 @@ from triton import knobs
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Triton's interpreter on the CPU, then a GPU."""
+    """Triton's interpreter on the CPU, but for cases marked `gpu`; then a GPU."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+    if request.param == "cpu" and request.node.get_closest_marker("gpu"):
+        pytest.skip("sizes of a GPU")
     if request.param == "cpu" and not knobs.runtime.interpret:
         pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
     return torch.device(request.param)

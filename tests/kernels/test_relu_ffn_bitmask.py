@@ -83,8 +83,6 @@ LARGE = [
     [*SIZES, *(pytest.param(*sizes, marks=pytest.mark.gpu) for sizes in LARGE)],
 )
 def test_rows_are_packed(M, N, cap, share, by_bitmask, device):
-    if M > 100 and str(device) == "cpu":
-        pytest.skip("sizes of a GPU")
     gate = gates(M, N, share, device)
     check(gate, bitmask_of(gate.float(), 0.0) if by_bitmask else None, cap)
 
