@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.autograd import forward_ad
 
 import sparse_inductor
 from programs import Block
@@ -37,6 +38,13 @@ def test_a_profiler_sees_the_operator(compiled):
     with torch.profiler.profile() as profile:
         program(torch.randn(3, 8))
     assert "sparse_inductor::relu_ffn" in {event.key for event in profile.key_averages()}
+
+
+def test_forward_mode_is_refused_by_code_that_was_compiled_before(compiled):
+    program, _, _ = compiled
+    x = torch.randn(3, 8)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        program(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 def test_unknown_sizes_are_told(compiled):

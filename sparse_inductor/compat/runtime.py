@@ -69,8 +69,9 @@ def modes_active() -> bool:
 
 
 def observed() -> bool:
-    """Whether somebody wants to see every operator's call: a mode, or a profiler."""
-    return modes_active() or torch.autograd._profiler_enabled()
+    """Whether somebody wants to see every operator's call: a mode, a profiler, or forward-mode differentiation, of
+    which Dynamo's guards know nothing."""
+    return modes_active() or torch.autograd._profiler_enabled() or forward_ad_active()
 
 
 def exporting() -> bool:
