@@ -69,7 +69,7 @@ class Site:
     @property
     def counters(self) -> int:
         """How many elements, or groups of them, are counted each for itself."""
-        return 1 if self.apart is None or self.row is None else 2 * self.row
+        return 1 if self.apart is None or not self.row else 2 * self.row
 
     @property
     def version(self) -> int | None:
@@ -213,13 +213,10 @@ class Profile:
         if self.counters[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return
         with compat.outside_modes():
-            found = torch.cat([t.flatten() for t in self.counters]).cpu()
-            for site, t, own in zip(
-                self.sites, self.counters, found.split([t.numel() for t in self.counters])
-            ):
-                active, total = own.view(2, -1)
+            found = torch.cat(self.counters, 1).cpu().split([s.counters for s in self.sites], 1)
+            for site, (active, total), counters in zip(self.sites, found, self.counters):
                 site.decide(active, int(total[0]))
-                t.zero_()
+                counters.zero_()
         self.looked_at = self.calls
         self._wanted = tuple(site.version for site in self.sites)
 

@@ -635,9 +635,8 @@ def _score(
     flags = {"CHUNK": CHUNK_DOCS, "RANKED": ranked, "LISTED": listed}
     work = count * B
     if shared:
-        shared_kernel.launch(
-            (work,), *args, **flags, APART=COUNTERS_APART, num_warps=8
-        )  # 16 warps were slower
+        # 16 warps were slower.
+        shared_kernel.launch((work,), *args, **flags, APART=COUNTERS_APART, num_warps=8)
         return
     # 32 KiB each: 16 MiB of scratch, well within L2
     programs = min(work, 4 * sm_count(deleted.device) if deleted.is_cuda else 4)
