@@ -157,6 +157,8 @@ def posting_lists_over_the_queries(mesh: DeviceMesh) -> None:
     positions, docs = torch.randint(0, 8, (5, 3), **like), torch.randint(0, 9, (8, 4), **like)
     weights, values = torch.rand(5, 3, 1, **like), torch.rand(8, 4, **like)
     mask = torch.rand(5, 3, 4, **like) < 0.8
+    import sparse_inductor.ops  # noqa: F401, which defines the operators
+
     postings = torch.ops.sparse_inductor.sparse_scores_postings
     best = torch.ops.sparse_inductor.sparse_scores_postings_topk
     tensors = positions, weights, mask, docs, values
