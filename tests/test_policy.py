@@ -379,7 +379,7 @@ def test_a_default_device_is_none_of_the_profiles():
     with torch.device("meta"):
         sites = [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5)]
         one = profile.Profile(sites, torch.device("cpu"))
-        one.counters[0] += torch.tensor([[1], [8]], device="cpu")
+        one.counters += torch.tensor([[1], [8]], device="cpu")
         for _ in range(7):
             one.accepts((None,))
     assert sites[0].share == 1 / 8 and one.version == (0,)
@@ -486,8 +486,8 @@ def test_only_calls_that_are_due_are_counted(monkeypatch):
     x, counters = torch.tensor([[0.0, 2.0, -1.0]]), torch.zeros(2, 1, dtype=torch.int64)
     for due in (False, True):
         monkeypatch.setattr(counting.call, "due", due)
-        torch.library.opcheck(counting.operator, (x, counters.clone(), 1, False))
-        counting.operator(x, counters, 1, False)
+        torch.library.opcheck(counting.operator, (x, counters.clone(), 0, 1, 1, False))
+        counting.operator(x, counters, 0, 1, 1, False)
         assert counters.flatten().tolist() == [2 * due, 3 * due]
 
 

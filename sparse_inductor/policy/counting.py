@@ -46,20 +46,21 @@ def counts(
     return halves.sum(0).flatten(), len(halves)
 
 
-def count(x: Tensor, counters: Tensor, dim: int, positive: bool) -> None:
-    """Add to counters [2, n] what `counts` says of x, if that is due."""
+def count(x: Tensor, counters: Tensor, first: int, number: int, dim: int, positive: bool) -> None:
+    """Add to so many counters [2, *] from the first one on what `counts` says of x, if that is due."""
     # What a CUDA graph records is counted whenever that runs.
     if not call.due and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    apart = counters.shape[1] > 1
+    apart = number > 1
     active, total = counts(x, dim, positive, apart, 2 * ROWS if apart else ROWS)
-    counters[0] += active
-    counters[1] += total
+    own = counters.narrow(1, first, number)
+    own[0] += active
+    own[1] += total
 
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _lib.define(
-    "count_active(Tensor x, Tensor(a!) counters, int dim, bool positive) -> ()",
+    "count_active(Tensor x, Tensor(a!) counters, int first, int number, int dim, bool positive) -> ()",
     # Of any strides: Inductor would copy x for those that the graph was traced with.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )

@@ -137,11 +137,9 @@ class Profile:
     ) -> None:
         self.sites = tuple(sites)
         with torch.inference_mode(False):
-            # Active elements, and of how many.
-            self.counters = [
-                torch.zeros(2, site.counters, dtype=torch.int64, device=device)
-                for site in self.sites
-            ]
+            # Active elements, and of how many; of all blocks, for each tensor that a graph is given costs the host.
+            number = sum(site.counters for site in self.sites)
+            self.counters = torch.zeros(2, number, dtype=torch.int64, device=device)
         self._code = code
         self._written: Version = (None,) * len(self.sites)
         self.version: Version = self._written
@@ -210,13 +208,13 @@ class Profile:
 
     def _look(self) -> None:
         """Read the counters, which waits for the device, and decide."""
-        if self.counters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.counters.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         with compat.outside_modes():
-            found = torch.cat(self.counters, 1).cpu().split([s.counters for s in self.sites], 1)
-            for site, (active, total), counters in zip(self.sites, found, self.counters):
+            found = self.counters.cpu().split([site.counters for site in self.sites], 1)
+            for site, (active, total) in zip(self.sites, found):
                 site.decide(active, int(total[0]))
-                counters.zero_()
+            self.counters.zero_()
         self.looked_at = self.calls
         self._wanted = tuple(site.version for site in self.sites)
 
@@ -234,10 +232,9 @@ class Kept:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.names = [str(next(_numbers)) for _ in profile.sites]
-        for name, tensor in zip(self.names, profile.counters):
-            counters[name] = tensor
-            weakref.finalize(self, counters.pop, name, None)
+        self.name = str(next(_numbers))
+        counters[self.name] = profile.counters
+        weakref.finalize(self, counters.pop, self.name, None)
 
 
 _numbers = itertools.count()
@@ -245,8 +242,7 @@ _kept: weakref.WeakValueDictionary[Hashable, Kept] = weakref.WeakValueDictionary
 counters: dict[str, torch.Tensor] = {}
 """What graphs count into, by the name that their guards know it under."""
 BUFFER = "sparse_inductor_counters"
-"""Their name in a graph, before a block's number: the same in every process, so that Inductor's caches find the graph
-again."""
+"""Their name in a graph: the same in every process, so that Inductor's caches find the graph again."""
 
 
 def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) -> Kept:
@@ -283,14 +279,16 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
 
     counting.install()
     compat.add_guard(holds, f"sparse_inductor: version {version}")
-    of = dict(watched)
-    for number, (site, counters) in enumerate(zip(profile.sites, profile.counters)):
+    if not watched:
+        return
+    kept_as = (__name__, "counters", kept.name)
+    compat.add_buffer(graph.owning_module, BUFFER, profile.counters, kept_as)
+    of, end, like = dict(watched), 0, profile.counters
+    for site in profile.sites:
+        first, end = end, end + site.counters
         if site not in of:  # it is rewritten
             continue
         sparse = of[site]
-        name = f"{BUFFER}_{number}"
-        kept_as = (__name__, "counters", kept.names[number])
-        compat.add_buffer(graph.owning_module, name, counters, kept_as)
         e, t = Emitter(sparse.node.next), sparse.node
         if sparse.result is not None:
             t = e.call(operator.getitem, t, sparse.result)
@@ -302,7 +300,8 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
             t = cast
         with fake(t).fake_mode:
             buffer = e.attribute(
-                name, torch.empty(counters.shape, dtype=counters.dtype, device=counters.device)
+                BUFFER, torch.empty(like.shape, dtype=like.dtype, device=like.device)
             )
         t = e.method("detach", t)
-        e.declared(lambda: None, counting.operator, t, buffer, sparse.dim, sparse.positive)
+        where = buffer, first, site.counters, sparse.dim, sparse.positive
+        e.declared(lambda: None, counting.operator, t, *where)
