@@ -22,7 +22,7 @@ def graphs() -> Iterator[list[str]]:
     lib.define("twice(Tensor x, float factor) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl("twice", lambda x, factor: x * factor, "CPU")
     torch.library.register_fake("inline_test::twice", lambda x, factor: x * 1, lib=lib)
-    inline(lib, "twice", lambda x, factor: x + x, lambda x, factor: factor == 2.0)
+    inline(lib, "twice", lambda x, factor, run: x + x, lambda x, factor: factor == 2.0)
     yield []
     lib._destroy()
 
@@ -56,7 +56,7 @@ def test_what_the_body_does_not_take_stays_the_operator(graphs):
 def test_what_the_body_cannot_launch_stays_the_operator(graphs):
     """There is no second way to launch a kernel once Inductor has it."""
 
-    def body(x: Tensor) -> Tensor:
+    def body(x: Tensor, run: object) -> Tensor:
         torch.neg(x)
         raise RuntimeError("PassManager::run failed")
 

@@ -102,8 +102,14 @@ def cut_up(entry: Tensor, start: Tensor, total: Tensor) -> Columns:
     return Columns(entry, start, total, several.cumsum(0, dtype=torch.int32))
 
 
-def outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values)."""
+def outer(values: Tensor, x: Tensor, by: Columns, turned: bool) -> tuple[Tensor, Tensor]:
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). turned: the first lie by
+    columns."""
+    sums, totals = _outer(values, x, by)
+    return sums.t().contiguous().t() if turned else sums, totals
+
+
+def _outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
     N, entry = len(by.start), by.entry.long()
     if not entry.numel():
         return x.new_zeros(N, x.shape[1]), x.new_zeros(N)

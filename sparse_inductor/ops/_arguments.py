@@ -6,7 +6,7 @@ Symbolic sizes are compared when the operator runs: a check must not become a gu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -35,6 +35,20 @@ def turned_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def is_turned(weight: torch.Tensor) -> bool:
     """Whether a matrix is known to lie by columns in memory."""
     return known(*weight.stride()) and bool(weight.stride(0) == 1 != weight.stride(1))
+
+
+def returned(grads: Iterable[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients as an operator returns them: nothing is an empty tensor."""
+    return tuple(like.new_empty(0) if g is None else g for g in grads)
+
+
+def fake_gradients(
+    of: Sequence[torch.Tensor | None], needs: Sequence[bool], like: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The shapes of gradients of these tensors, as `returned` has them."""
+    return returned(
+        (t.new_empty(t.shape) if n and t is not None else None for t, n in zip(of, needs)), like
+    )
 
 
 def check_floats(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:

@@ -64,9 +64,9 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     op, fn = getattr(torch.ops.sparse_inductor, name).default, functions[name]
     if settled and name in sites:
         run = sites[name]()
-    elif device != "cuda" or not has_layers(fn):
+    elif device != "cuda":
         run = fn
-    elif settled and replays():
+    elif settled and has_layers(fn) and replays():
         from ..kernels.common.replay import Site
 
         run = layered(fn, Site(fn, fn in large_scratch))

@@ -10,32 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import compat
-from ..layers import Operator, has_kernels, is_lowered, launches
+from ..layers import Operator, is_lowered, launches
 from ._sharding import Rule, share
-
-__all__ = [
-    "autocast_off",
-    "autocast_on",
-    "call_below_autograd",
-    "define",
-    "functions",
-    "has_kernels",
-    "has_layers",
-    "inline",
-    "large_scratch",
-    "launches",
-    "layered",
-    "on_gpu",
-    "outside_transforms",
-    "register",
-    "register_on_gpu",
-    "replays",
-    "sites",
-    "untracked",
-]
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +58,16 @@ def register_on_gpu(
 
 
 def has_layers(fn: Callable[..., Any]) -> bool:
-    """Whether `on_gpu` takes a function: it launches kernels, where others call operators that do."""
+    """Whether a function launches kernels, where others call operators that do."""
     return fn in _operators
 
 
 @functools.cache
 def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
-    (`kernels.replay`) in its first layer."""
+    (`kernels.replay`) in its first layer, if it has layers."""
+    if not has_layers(fn):
+        return fn
 
     @functools.cache
     def replaying() -> Callable[..., Any]:
@@ -149,9 +131,9 @@ def register(
     site: Callable[[], Callable[..., Any]] | None = None,
 ) -> None:
     """Registers what computes an operator on a CPU and on a GPU, as `register_on_gpu`; its shapes; how it is spread
-    over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it.
-    composed: it calls other operators, which have layers and replay their launches, and may call others each time.
-    site: makes what computes it at one place in generated code where sizes are known."""
+    over a mesh. autograd: what calls pass first, which asks `outside_transforms`, as `by_gradient` does; vmap is
+    declined before it. composed: it calls other operators, which have layers and replay their launches, and may call
+    others each time. site: makes what computes it at one place in generated code where sizes are known."""
     functions[name] = fn
     if site is not None:
         sites[name] = site
@@ -166,6 +148,24 @@ def register(
     if autograd is not None:
         lib.impl(name, autograd, "Autograd")
         lib.impl(name, lambda *args, **kwargs: _decline(name), "FuncTorchBatched")
+
+
+def by_gradient(
+    name: str, fn: Callable[..., Any], apply: Callable[..., Any], places: Sequence[int]
+) -> Callable[..., Any]:
+    """What calls of an operator pass first: an autograd Function's `apply` where an argument at one of these places
+    requires a gradient; else the operator, which `fn` computes, is called below autograd."""
+    op = getattr(torch.ops.sparse_inductor, name)
+
+    def call(*args: Any) -> Any:
+        outside_transforms(name, *args)
+        if torch.is_grad_enabled():
+            for place in places:
+                if args[place] is not None and args[place].requires_grad:
+                    return apply(*args)
+        return call_below_autograd(op, fn, args)
+
+    return call
 
 
 def _compiling(fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,12 +213,12 @@ def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
 def inline(
     lib: torch.library.Library,
     op: str,
-    body: Callable[..., Any],
+    fn: Callable[..., Any],
     applies: Callable[..., bool],
 ) -> None:
-    """Where AOTAutograd traces the operator for a compiler, the graph gets `body` instead: launches that Inductor makes
-    as its own, without the dispatcher and this package's Python. `body` takes the operator's arguments and computes
-    with ATen operators and `kernels.launch.captured`.
+    """Where AOTAutograd traces the operator for a compiler, the graph gets what `fn`, which computes it, calls: ATen's
+    operators, and launches that Inductor makes as its own, without the dispatcher and this package's Python. `fn` takes
+    `run`, which launches its kernels: here `kernels.launch.captured`.
 
     Only if sizes, strides and numbers are all known and `applies` says so of the arguments: a launch is planned from
     them, and must not become a guard. An exported program keeps the operator, and so does one whose kernel has failed
@@ -236,8 +236,10 @@ def inline(
         ):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         try:
+            from ..kernels.common.launch import captured
+
             with mode:
-                return body(*args)
+                return fn(*args, run=captured)
         except Exception as error:  # the operator has more than one way to be computed
             log.debug("%s stays an operator, for its kernel fails: %s", name, error)
             return mode.__torch_dispatch__(func, types, args, kwargs)
@@ -255,20 +257,20 @@ def _settled(args: Sequence[Any]) -> bool:
     return True
 
 
-def outside_transforms(op: str, *tensors: Tensor | None) -> None:
+def outside_transforms(op: str, *args: Any) -> None:
     """Raises NotImplementedError where a torch.func transform or forward-mode differentiation goes through the
     operator: an Autograd kernel asks."""
     if compat.transforms_active():
         _decline(op)
-    if compat.forward_ad_active() and any(t is not None and has_tangent(t) for t in tensors):
+    if compat.forward_ad_active() and any(map(_has_tangent, pytree.tree_leaves(args))):
         raise NotImplementedError(
             f"sparse_inductor::{op} has no forward-mode derivative: call the operations that it stands for, which "
             "torch.compile leaves as they are inside torch.autograd.forward_ad.dual_level"
         )
 
 
-def has_tangent(t: Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+def _has_tangent(a: Any) -> bool:
+    return isinstance(a, Tensor) and torch.autograd.forward_ad.unpack_dual(a).tangent is not None
 
 
 class _UnpackedOnce:

@@ -43,6 +43,23 @@ class Rule:
     skip: int = 0
     deciding: int | None = None
 
+    def backward(
+        self,
+        grads: Sequence[Dims | None],
+        saved: Sequence[Dims | None],
+        results: Sequence[Dims | None],
+    ) -> Rule:
+        """The rule of the backward of such a call, which takes gradients, the inputs and what was saved, and whose
+        results are the gradients of some inputs."""
+        return dataclasses.replace(
+            self,
+            inputs=(*grads, *self.inputs, *saved),
+            outputs=tuple(results),
+            sums=True,
+            skip=len(grads),
+            deciding=sum(letters is not None for letters in self.inputs),
+        )
+
 
 def dims(t: Tensor | None, letters: str) -> Dims | None:
     """The letters of a tensor that broadcasts: aligned at the right, "" where it has size 1; "." is never spread."""

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from ..compat import below_autograd
+from ..layers import launches
 from . import _entmax_aten as aten
-from ._arguments import FLOATS, fits
+from ._arguments import FLOATS, fits, returned
 from ._dispatch import (
     autocast_off,
-    call_below_autograd,
+    by_gradient,
     define,
     first_order,
     inline,
-    launches,
-    outside_transforms,
     register,
 )
 from ._sharding import Rule, dims
@@ -107,54 +106,25 @@ def _rows(x: Tensor):
     return kernels if kernels.applies(x) else aten
 
 
-def _forward(x, alpha, alpha_value, dim, undefined=""):
+def _forward(x, alpha, alpha_value, dim, undefined="", **run):
     _check(x, alpha, alpha_value, dim)
     aten.check_not_empty(x.shape[dim], undefined)
     with autocast_off(x.device.type):
         rows, full = _rows(x), _full(alpha, alpha_value, x)
-        return aten.forward(x, full, dim, undefined) if rows is aten else rows.forward(x, full, dim)
+        if rows is aten:
+            return aten.forward(x, full, dim, undefined)
+        return rows.forward(x, full, dim, **run)
 
 
-def _backward(grad, y, alpha, alpha_value, dim, needs):
+def _backward(grad, y, alpha, alpha_value, dim, needs, **run):
     with autocast_off(y.device.type):
-        dx, d_alpha = _rows(y).backward(grad, y, _full(alpha, alpha_value, y), dim, needs)
-    return _both(dx, d_alpha, alpha, y)
-
-
-def _takes_kernels(rows: Tensor) -> bool:
-    """Whether the rows are a matter of kernels that Inductor can launch."""
-    if not launches(rows):
-        return False
-    from ..kernels.entmax import rows as kernels
-
-    return kernels.applies(rows) and kernels.captures()
-
-
-def _inlined_forward(x, alpha, alpha_value, dim, undefined=""):
-    from ..kernels.common.launch import captured
-    from ..kernels.entmax import rows as kernels
-
-    return kernels.forward(x, _full(alpha, alpha_value, x), dim, run=captured)
-
-
-def _inlined_backward(grad, y, alpha, alpha_value, dim, needs):
-    from ..kernels.common.launch import captured
-    from ..kernels.entmax import rows as kernels
-
-    full = _full(alpha, alpha_value, y)
-    dx, d_alpha = kernels.backward(grad, y, full, dim, needs, run=captured)
-    return _both(dx, d_alpha, alpha, y)
-
-
-def _both(dx, d_alpha, alpha, y):
-    """What `entmax_backward` returns."""
-    d_alpha = y.new_empty(0) if d_alpha is None else d_alpha.view(alpha.shape)
-    return y.new_empty(0) if dx is None else dx, d_alpha
+        dx, d_alpha = _rows(y).backward(grad, y, _full(alpha, alpha_value, y), dim, needs, **run)
+    return returned((dx, None if d_alpha is None else d_alpha.view(alpha.shape)), y)
 
 
 class _Entmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, alpha, alpha_value, dim, undefined):
+    def forward(ctx, x, alpha, alpha_value, dim, undefined=""):
         with below_autograd():
             y = torch.ops.sparse_inductor.entmax(x, alpha, alpha_value, dim, undefined)
         ctx.save_for_backward(y, alpha)
@@ -170,15 +140,6 @@ class _Entmax(torch.autograd.Function):
             grad, y, alpha, ctx.alpha_value, ctx.dim, needs
         )
         return *(g if n else None for g, n in zip(grads, needs)), None, None, None
-
-
-def _autograd(x, alpha, alpha_value, dim, undefined=""):
-    outside_transforms("entmax", x, alpha)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, alpha)):
-        _check(x, alpha, alpha_value, dim)
-        return _Entmax.apply(x, alpha, alpha_value, dim, undefined)
-    args = (x, alpha, alpha_value, dim, undefined)
-    return call_below_autograd(torch.ops.sparse_inductor.entmax, _forward, args)
 
 
 def _fake(x, alpha, alpha_value, dim, undefined=""):
@@ -209,11 +170,17 @@ def _shared(x, alpha, alpha_value, dim, undefined="") -> Rule:
 
 def _shared_backward(grad, y, alpha, alpha_value, dim, needs) -> Rule:
     rule = _shared(y, alpha, alpha_value, dim)
-    of_y, of_alpha = rule.inputs
-    return Rule((of_y, of_y, of_alpha), rule.inputs, rule.ways, sums=True, skip=1)
+    return rule.backward(rule.outputs, (), rule.inputs)
 
 
+def _captures(x: Tensor) -> bool:
+    """Whether the rows of x are a matter of kernels that Inductor can launch."""
+    rows = _rows(x)
+    return rows is not aten and rows.captures()
+
+
+_autograd = by_gradient("entmax", _forward, _Entmax.apply, (0, 1))
 register(_lib, "entmax", _forward, _fake, _shared, _autograd)
 register(_lib, "entmax_backward", _backward, _fake_backward, _shared_backward)
-inline(_lib, "entmax", _inlined_forward, lambda x, *_: _takes_kernels(x))
-inline(_lib, "entmax_backward", _inlined_backward, lambda grad, y, *_: _takes_kernels(y))
+inline(_lib, "entmax", _forward, lambda x, *_: _captures(x))
+inline(_lib, "entmax_backward", _backward, lambda grad, y, *_: _captures(y))

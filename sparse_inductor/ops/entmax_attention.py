@@ -17,18 +17,16 @@ import math
 import torch
 from torch import Tensor
 
+from ..layers import has_kernels, launches
 from . import _entmax_aten as rows
 from . import _entmax_attention_aten as aten
-from ._arguments import FLOATS, fits, known, same
+from ._arguments import FLOATS, fake_gradients, fits, known, returned, same
 from ._dispatch import (
     as_autocast,
     autocast_off,
-    call_below_autograd,
+    by_gradient,
     define,
     first_order,
-    has_kernels,
-    launches,
-    outside_transforms,
     register,
 )
 from ._sharding import Dims, Rule, dims
@@ -252,7 +250,7 @@ def _backward(
         else:
             y = saved[0] if kernels is None else None
             grads = aten.backward(grad, q, k, v, y, terms, needs)
-    return tuple(q.new_empty(0) if g is None else g for g in grads)
+    return returned(grads, q)
 
 
 class _EntmaxAttention(torch.autograd.Function):
@@ -276,16 +274,6 @@ class _EntmaxAttention(torch.autograd.Function):
         return q, k, v, bias, None, alpha, *(None,) * (len(ctx.needs_input_grad) - 6)
 
 
-def _autograd(*args):
-    outside_transforms("entmax_attention", *args[:6])
-    q, k, v, bias, _, alpha = args[:6]
-    wanted = any(t is not None and t.requires_grad for t in (q, k, v, bias, alpha))
-    if torch.is_grad_enabled() and wanted:
-        _check(*args)
-        return _EntmaxAttention.apply(*args)
-    return call_below_autograd(torch.ops.sparse_inductor.entmax_attention, _infer, args)
-
-
 def _fake(q, k, v, *terms):
     _check(q, k, v, *terms)
     return q.new_empty(*q.shape[:3], v.shape[-1])
@@ -303,28 +291,21 @@ def _fake_backward(
     grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
     alpha_value, scale, fill, causal, added, needs,
 ):  # fmt: skip
-    return tuple(
-        t.new_empty(t.shape) if n and t is not None else q.new_empty(0)
-        for t, n in zip((q, k, v, bias, alpha), needs)
-    )
+    return fake_gradients((q, k, v, bias, alpha), needs, q)
 
 
 # Spread over the batch or over the heads; a head of keys goes with the heads of queries that read it.
 
 
-def _letters(q, k, v, bias, mask, alpha, query_lengths, key_lengths) -> tuple[Dims | None, ...]:
+def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
+    queries: Dims = ("B", "H", "", "")
     keys: Dims = ("B", "G", "", "")
-    return (
-        ("B", "H", "", ""), keys, keys,
+    inputs = (
+        queries, keys, keys,
         *(dims(t, "BH..") for t in (bias, mask, alpha)),
         *(dims(t, "B") for t in (query_lengths, key_lengths)),
     )  # fmt: skip
-
-
-def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
-    inputs = _letters(q, k, v, bias, mask, alpha, query_lengths, key_lengths)
-    queries: Dims = ("B", "H", "", "")
-    saved = (queries,) * 6 + (("B", "G", "", ""),)  # see kernels.entmax_attention.saved_like
+    saved = (queries,) * 6 + (keys,)  # see kernels.entmax_attention.saved_like
     return Rule(inputs, saved, ("B", "HG"), even="HG")
 
 
@@ -332,15 +313,12 @@ def _shared_backward(
     grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved, *_
 ) -> Rule:  # fmt: skip
     rule = _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths)
-    queries, inputs = rule.outputs[0], rule.inputs
-    kept = tuple((letters or ())[: t.dim()] for letters, t in zip(rule.outputs[1:], saved))
-    deciding = sum(letters is not None for letters in inputs)
-    return Rule(
-        (queries, *inputs, queries, *kept),
-        (*inputs[:4], inputs[5]), rule.ways, sums=True, even="HG", skip=1, deciding=deciding,
-    )  # fmt: skip
+    out, inputs = rule.outputs[0], rule.inputs
+    kept = ((letters or ())[: t.dim()] for letters, t in zip(rule.outputs[1:], saved))
+    return rule.backward((out,), (out, *kept), (*inputs[:4], inputs[5]))
 
 
+_autograd = by_gradient("entmax_attention", _infer, _EntmaxAttention.apply, (0, 1, 2, 3, 5))
 register(_lib, "entmax_attention", _infer, _fake, _shared, _autograd)
 register(_lib, "entmax_attention_train", _train, _fake_train, _shared)
 register(

@@ -29,9 +29,10 @@ from torch import Tensor
 from .. import compat
 from ..epilogue.steps import ROW, Program, parse, run
 from ..epilogue.zero_threshold import zero_threshold
+from ..layers import launches
 from ..policy.popular import may_take_popular
 from . import _relu_ffn_aten as aten
-from ._arguments import as_rows, check_floats, differ
+from ._arguments import as_rows, check_floats, differ, fake_gradients, returned
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -39,7 +40,6 @@ from ._dispatch import (
     define,
     first_order,
     large_scratch,
-    launches,
     outside_transforms,
     register,
 )
@@ -273,10 +273,8 @@ def _backward(
             grads = kernel.backward(dy, d_numbers, flat, block, packed, needs)
         else:
             grads = aten.backward(dy, d_numbers, flat, block, packed, needs)
-    out = [x.new_empty(0) if g is None else g for g in grads]
-    if needs[0]:
-        out[0] = out[0].view(x.shape)
-    return tuple(out)
+    dx, *others = returned(grads, x)
+    return dx.view(x.shape) if needs[0] else dx, *others
 
 
 class _ReluFfn(torch.autograd.Function):
@@ -323,7 +321,6 @@ def _autograd(
         y, numbers = _dense(x, tensors[1:], gate_steps, up_steps, stats)
         return (y if residual is None else residual + y), numbers
     if needs_grad:
-        _check(*tensors, popular=popular)
         return _ReluFfn.apply(gate_steps, up_steps, stats, popular, *tensors)
     args = (*tensors, gate_steps, up_steps, stats, residual, popular)
     return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
@@ -398,10 +395,7 @@ def _fake_backward(
     count, index, gates, ups, popular, popular_gates, popular_ups, needs,
 ):  # fmt: skip
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
-    return tuple(
-        x.new_empty(0) if t is None or not n else t.new_empty(t.shape)
-        for t, n in zip(tensors, needs)
-    )
+    return fake_gradients(tensors, needs, x)
 
 
 # Spread over the tokens, or over the neurons: gate and up by column, down by row, results that are summands.
@@ -430,14 +424,7 @@ def _shared_with_residual(*args) -> Rule:
 
 def _shared_backward(grad, d_stats, *args) -> Rule:
     rule = _shared(*args)
-    y, stats, *packed = rule.outputs
-    return dataclasses.replace(
-        rule,
-        inputs=(y, stats, *rule.inputs, *packed),
-        outputs=rule.inputs,
-        skip=2,
-        deciding=sum(letters is not None for letters in rule.inputs),
-    )
+    return rule.backward(rule.outputs[:2], rule.outputs[2:], rule.inputs)
 
 
 large_scratch.update((_infer, _train, _backward))

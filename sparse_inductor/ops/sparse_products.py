@@ -89,22 +89,23 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: in
     check_floats(name, x, weight=weight, bias=bias)
 
 
+def _products(*tensors: Tensor):
+    """What computes products of these tensors: the kernels where they apply, else ATen."""
+    if not suit_kernels(*tensors):
+        return aten
+    from ..kernels.sparse_rows import products as kernels
+
+    return kernels
+
+
 def _matmul(h, weight):
     with autocast_off(h.device.type):
-        if not suit_kernels(h, weight):
-            return aten.matmul(h, weight)
-        from ..kernels.sparse_rows import products as kernel
-
-        return kernel.matmul(h, weight)
+        return _products(h, weight).matmul(h, weight)
 
 
 def _outer_sum(h, x):
     with autocast_off(h.device.type):
-        if not suit_kernels(h, x):
-            return aten.outer(h, x)
-        from ..kernels.sparse_rows import products as kernel
-
-        return kernel.outer(h, x)
+        return _products(h, x).outer(h, x)
 
 
 def _product(f, weight, bias):

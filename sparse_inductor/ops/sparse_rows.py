@@ -36,12 +36,10 @@ from ._arguments import (
 from ._dispatch import (
     as_autocast,
     autocast_off,
-    call_below_autograd,
+    by_gradient,
     define,
     first_order,
     inline,
-    launches,
-    outside_transforms,
     register,
 )
 from ._sharding import Dims, Rule, dims, whole
@@ -145,99 +143,58 @@ def _check_decode(values, indices, weight, bias) -> None:
     check_floats("values", values, weight=weight, bias=bias)
 
 
-# run: what launches the kernels; by default `launch`.
+def _sums(*tensors: Tensor):
+    """What computes sums on these tensors: the kernels where they apply, else ATen."""
+    if not suit_kernels(*tensors):
+        return aten
+    from ..kernels.sparse_rows import sums as kernels
+
+    return kernels
 
 
-def _kernels_encode(x, weight, bias, scores, k, ordered, shift, *run):
-    from ..kernels.sparse_rows import topk as kernel
-
-    given = None if scores is None else as_rows(scores)
-    found = kernel.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered, *run)
-    values, indices = (t.view(*x.shape[:-1], k) for t in found)
-    return values, indices
-
-
-def _kernels_decode(values, indices, weight, bias, *run):
-    from ..kernels.sparse_rows import sums as kernel
-
-    y = kernel.decode(as_rows(values), as_rows(indices), weight, bias, *run)
-    return y.view(*values.shape[:-1], weight.shape[1])
-
-
-def _kernels_dots(x, weight, indices, *run):
-    from ..kernels.sparse_rows import sums as kernel
-
-    return kernel.dots(as_rows(x), weight, as_rows(indices), *run).view(indices.shape)
-
-
-def _kernels_outer(values, x, entry, start, total, ends, turned, *run):
-    from ..kernels.sparse_rows import sums as kernel
-
-    by = aten.Columns(entry, start, total, ends)
-    return kernel.outer(as_rows(values), as_rows(x), by, turned, *run)
-
-
-def _captured(kernels):
-    """What a traced graph gets of an operator: launches that Inductor makes as its own."""
-
-    def body(*args):
-        from ..kernels.common.launch import captured
-
-        return kernels(*args, captured)
-
-    return body
-
-
-def _capturable(*tensors: Tensor) -> bool:
-    if not (tensors[0].is_cuda and suit_kernels(*tensors)):
-        return False
-    from ..kernels.sparse_rows import sums as topk_sums
-
-    return topk_sums.captures()
-
-
-def _encode(x, weight, bias, scores, k, ordered, shift):
+def _encode(x, weight, bias, scores, k, ordered, shift, **run):
     _check_encode(x, weight, bias, scores, k, shift)
+    given = None if scores is None else as_rows(scores)
     with autocast_off(x.device.type):
+        operands = as_rows(_shifted(x, shift)), weight, bias, given, k, ordered
         if suit_kernels(x, weight) and k:
-            return _kernels_encode(x, weight, bias, scores, k, ordered, shift)
-        given = None if scores is None else as_rows(scores)
-        found = aten.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered)
+            from ..kernels.sparse_rows import topk as kernels
+
+            found = kernels.encode(*operands, **run)
+        else:
+            found = aten.encode(*operands)
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
 
-def _decode(values, indices, weight, bias):
+def _decode(values, indices, weight, bias, **run):
     _check_decode(values, indices, weight, bias)
     with autocast_off(values.device.type):
-        if suit_kernels(values, weight):
-            return _kernels_decode(values, indices, weight, bias)
-        y = aten.decode(as_rows(values), as_rows(indices), weight, bias)
+        sums = _sums(values, weight)
+        y = sums.decode(as_rows(values), as_rows(indices), weight, bias, **run)
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
-def _dots(x, weight, indices):
+def _dots(x, weight, indices, **run):
     with autocast_off(x.device.type):
-        if suit_kernels(x, weight, indices):
-            return _kernels_dots(x, weight, indices)
-        return aten.dots(as_rows(x), weight, as_rows(indices)).view(indices.shape)
+        sums = _sums(x, weight, indices)
+        return sums.dots(as_rows(x), weight, as_rows(indices), **run).view(indices.shape)
 
 
 def _columns(indices, columns):
-    if launches(indices) and indices.numel():
-        from ..kernels.sparse_rows import sums as kernel
-
-        return tuple(kernel.columns(as_rows(indices), columns))
-    return tuple(aten.columns(as_rows(indices), columns))
+    return tuple(_sums(indices).columns(as_rows(indices), columns))
 
 
-def _outer(values, x, entry, start, total, ends, turned):
+def _outer(values, x, entry, start, total, ends, turned, **run):
+    by = aten.Columns(entry, start, total, ends)
     with autocast_off(x.device.type):
-        if suit_kernels(x, values):
-            return _kernels_outer(values, x, entry, start, total, ends, turned)
-        by = aten.Columns(entry, start, total, ends)
-        d_weight, d_bias = aten.outer(as_rows(values), as_rows(x), by)
-        return d_weight.t().contiguous().t() if turned else d_weight, d_bias
+        return _sums(x, values).outer(as_rows(values), as_rows(x), by, turned, **run)
+
+
+def _captures(*tensors: Tensor) -> bool:
+    """Whether the operator is a matter of kernels that Inductor can launch."""
+    sums = _sums(*tensors)
+    return sums is not aten and tensors[0].is_cuda and sums.captures()
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
@@ -250,6 +207,7 @@ def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, scores, k, ordered, shift):
+        _check_encode(x, weight, bias, scores, k, shift)
         x = _shifted(x, shift)
         found = torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered, None)
         values, indices = found
@@ -293,26 +251,6 @@ class _Decode(torch.autograd.Function):
         if for_bias:
             d_bias = as_rows(grad).sum(0)
         return d_values, None, d_weight, d_bias
-
-
-def _autograd_encode(x, weight, bias, scores, k, ordered, shift):
-    outside_transforms("topk_encode", x, weight, bias, scores, shift)
-    wanted = any(t is not None and t.requires_grad for t in (x, weight, bias, shift))
-    args = (x, weight, bias, scores, k, ordered, shift)
-    if torch.is_grad_enabled() and wanted:
-        _check_encode(x, weight, bias, scores, k, shift)
-        return _Encode.apply(*args)
-    return call_below_autograd(torch.ops.sparse_inductor.topk_encode, _encode, args)
-
-
-def _autograd_decode(values, indices, weight, bias):
-    outside_transforms("sparse_decode", values, weight, bias)
-    wanted = any(t is not None and t.requires_grad for t in (values, weight, bias))
-    if torch.is_grad_enabled() and wanted:
-        _check_decode(values, indices, weight, bias)
-        return _Decode.apply(values, indices, weight, bias)
-    args = (values, indices, weight, bias)
-    return call_below_autograd(torch.ops.sparse_inductor.sparse_decode, _decode, args)
 
 
 def _fake_encode(x, weight, bias, scores, k, ordered, shift):
@@ -362,24 +300,19 @@ def _shared_dots(x, weight, indices) -> Rule:
     return Rule((_rows(x), dims(weight, ".."), _rows(indices)), (_rows(x),), ("T",))
 
 
+_autograd_encode = by_gradient("topk_encode", _encode, _Encode.apply, (0, 1, 2, 6))
+_autograd_decode = by_gradient("sparse_decode", _decode, _Decode.apply, (0, 2, 3))
 register(_lib, "topk_encode", _encode, _fake_encode, _shared_encode, _autograd_encode)
 register(_lib, "sparse_decode", _decode, _fake_decode, _shared_decode, _autograd_decode)
 register(_lib, "sparse_dots", _dots, _fake_dots, _shared_dots)
 register(_lib, "sparse_columns", _columns, _fake_columns, whole)
 register(_lib, "sparse_outer", _outer, _fake_outer, whole)
 # Not the lists: both weights' gradients ask for the same, and in a graph the operator is called once.
-for _name, _kernels, _applies in (
-    (
-        "topk_encode",
-        _kernels_encode,
-        lambda x, weight, bias, scores, k, *_: k and _capturable(x, weight),
-    ),
-    (
-        "sparse_decode",
-        _kernels_decode,
-        lambda values, indices, weight, *_: _capturable(values, weight),
-    ),
-    ("sparse_dots", _kernels_dots, lambda x, weight, indices: _capturable(x, weight, indices)),
-    ("sparse_outer", _kernels_outer, lambda values, x, *_: _capturable(x, values)),
-):
-    inline(_lib, _name, _captured(_kernels), _applies)
+inline(
+    _lib, "topk_encode", _encode, lambda x, weight, bias, scores, k, *_: k and _captures(x, weight)
+)
+inline(
+    _lib, "sparse_decode", _decode, lambda values, indices, weight, *_: _captures(values, weight)
+)
+inline(_lib, "sparse_dots", _dots, _captures)
+inline(_lib, "sparse_outer", _outer, lambda values, x, *_: _captures(x, values))

@@ -14,17 +14,17 @@ The same sums from posting lists of the query's terms: `sparse_scores_postings`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import overload
+from collections.abc import Callable, Iterator
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from ..aten import sparse_scores as aten
 from ..aten.top import best_of
-from ..compat import below_autograd
+from ..layers import launches
 from ._arguments import FLOATS, INTEGERS, known, same
-from ._dispatch import autocast_off, define, first_order, launches, outside_transforms, register
+from ._dispatch import autocast_off, by_gradient, define, first_order, register
 from ._sharding import Rule, dims
 
 DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
@@ -214,12 +214,14 @@ def _backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype, look
 
 class _SparseScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, ids, values, rows, offsets, num_docs, out_dtype, lookup):
-        ctx.save_for_backward(ids, values, rows, offsets)
-        ctx.sizes = num_docs, query.shape[-1], query.dtype, lookup
-        return torch.ops.sparse_inductor.sparse_scores(
+    def forward(ctx, query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
+        _check_no_gradient(ctx.needs_input_grad[2])
+        found = torch.ops.sparse_inductor.sparse_scores(
             query, ids, values, rows, offsets, num_docs, out_dtype, lookup
         )
+        ctx.save_for_backward(ids, values, rows, offsets)
+        ctx.sizes = num_docs, query.shape[-1], query.dtype, lookup
+        return found
 
     @staticmethod
     @first_order("sparse_scores", linear=True)
@@ -230,23 +232,8 @@ class _SparseScores(torch.autograd.Function):
         return grad, *(None for _ in range(7))
 
 
-def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
-    outside_transforms("sparse_scores", query)
-    if torch.is_grad_enabled():
-        _check_no_gradient(values)
-        if query.requires_grad:
-            check(query, ids, values, rows, offsets, num_docs)
-            return _SparseScores.apply(
-                query, ids, values, rows, offsets, num_docs, out_dtype, lookup
-            )
-    with below_autograd():
-        return torch.ops.sparse_inductor.sparse_scores(
-            query, ids, values, rows, offsets, num_docs, out_dtype, lookup
-        )
-
-
-def _check_no_gradient(values: Tensor) -> None:
-    if values.requires_grad:
+def _check_no_gradient(values: bool) -> None:
+    if values:
         raise ValueError(
             "values must not require a gradient: sparse_scores has one for the query only"
         )
@@ -257,8 +244,9 @@ class _SparseTop(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, name, query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup, *more
+        ctx, name, query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", *more
     ):
+        _check_no_gradient(ctx.needs_input_grad[3])
         found, best = getattr(torch.ops.sparse_inductor, name)(
             query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup, *more
         )
@@ -281,19 +269,9 @@ class _SparseTop(torch.autograd.Function):
         return None, grad, *(None for _ in range(8 + ctx.more))
 
 
-def autograd_topk(
-    name, query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", *more
-):
-    """What calls of the operator of this name pass first, which finds the k best."""
-    outside_transforms(name, query)
-    args = query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup, *more
-    if torch.is_grad_enabled():
-        _check_no_gradient(values)
-        if query.requires_grad:
-            check(*args[:7])
-            return _SparseTop.apply(name, *args)
-    with below_autograd():
-        return getattr(torch.ops.sparse_inductor, name)(*args)
+def by_gradient_topk(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls of an operator that finds the k best pass first."""
+    return by_gradient(name, fn, functools.partial(_SparseTop.apply, name), (0, 2))
 
 
 def _fake_scores(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
@@ -328,14 +306,9 @@ def shared(query, ids, values, rows, offsets, *_) -> Rule:
     return Rule(inputs, (scores,), ("B",))
 
 
+_autograd = by_gradient("sparse_scores", _scores, _SparseScores.apply, (0, 2))
 register(_lib, "sparse_scores", _scores, _fake_scores, shared, _autograd)
-register(
-    _lib,
-    "sparse_scores_topk",
-    _topk,
-    fake_topk,
-    shared,
-    functools.partial(autograd_topk, "sparse_scores_topk"),
-)
+_autograd_topk = by_gradient_topk("sparse_scores_topk", _topk)
+register(_lib, "sparse_scores_topk", _topk, fake_topk, shared, _autograd_topk)
 # A gradient of scores lies as the scores do.
 register(_lib, "sparse_scores_backward", _backward, _fake_backward, shared)

@@ -11,7 +11,6 @@ fp64, rounded to fp32.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from ._arguments import FLOATS
 from ._collections import collection_of
 from ._dispatch import call_below_autograd, define, functions, register
-from .sparse_scores import DOCS, LOOKUP, autograd_topk, fake_topk, shared
+from .sparse_scores import DOCS, LOOKUP, by_gradient_topk, fake_topk, shared
 
 _lib = define(
     f"sparse_scores_topk_cached(Tensor query, {DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None,"
@@ -71,13 +70,7 @@ def _topk(*args, **named):
     return _Site()(*args, **named)
 
 
+_autograd = by_gradient_topk("sparse_scores_topk_cached", _topk)
 register(
-    _lib,
-    "sparse_scores_topk_cached",
-    _topk,
-    fake_topk,
-    shared,
-    functools.partial(autograd_topk, "sparse_scores_topk_cached"),
-    composed=True,
-    site=_Site,
-)
+    _lib, "sparse_scores_topk_cached", _topk, fake_topk, shared, _autograd, composed=True, site=_Site
+)  # fmt: skip

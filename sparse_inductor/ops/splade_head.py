@@ -26,14 +26,13 @@ from torch import Tensor
 from ..aten import compute_dtype
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
-from ._arguments import FLOATS, fits, suit_kernels
+from ._arguments import FLOATS, fake_gradients, fits, returned, suit_kernels
 from ._dispatch import (
     as_autocast,
     autocast_off,
-    call_below_autograd,
+    by_gradient,
     define,
     first_order,
-    outside_transforms,
     register,
 )
 from ._sharding import Dims, Rule, dims
@@ -253,15 +252,12 @@ def _backward(
     low = Lowered(plan(steps, argmax), None, None, per_element if len(per_element) else None)
     with autocast_off(hidden.device.type):
         if grad.numel() == 0:
-            grads = tuple(
-                t.new_zeros(t.shape) if n and t is not None else None
-                for t, n in zip((x, weight, bias), needs)
-            )
+            grads = tuple(t.zero_() for t in fake_gradients((x, weight, bias), needs, hidden))
         elif suit_kernels(x, weight):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
             grads = aten.backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs, even)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in grads)
+    d_hidden, d_weight, d_bias = returned(grads, hidden)
     return d_hidden.view(hidden.shape) if needs[0] else d_hidden, d_weight, d_bias
 
 
@@ -280,9 +276,11 @@ def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, need
 
 class _SpladeHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, steps, out_dtype, argmax, even, *rows):
+    def forward(ctx, hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
+        rows = rows or []  # as in `_infer`
+        _check(hidden, weight, bias, rows, steps, out_dtype)
         values, winner, peak, per_element = torch.ops.sparse_inductor.splade_head_train(
-            hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2]), even
+            hidden, weight, bias, rows, steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2]), even
         )  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, winner, peak, per_element, *rows)
         ctx.steps, ctx.argmax, ctx.even = steps, argmax, even
@@ -296,32 +294,9 @@ class _SpladeHead(torch.autograd.Function):
         hidden, weight, bias, winner, peak, per_element, *rows = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
         grads = torch.ops.sparse_inductor.splade_head_backward(
-            grad,
-            hidden,
-            weight,
-            bias,
-            rows,
-            ctx.steps,
-            winner,
-            peak,
-            per_element,
-            ctx.argmax,
-            needs,
-            ctx.even,
-        )
-        wanted = (g if n else None for g, n in zip(grads, needs))
-        return *wanted, None, None, None, None, *(None for _ in rows)
-
-
-def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
-    rows = rows or []  # as in `_infer`
-    outside_transforms("splade_head", hidden, weight, bias, *rows)
-    tensors = (hidden, weight, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        _check(hidden, weight, bias, rows, steps, out_dtype)
-        return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, even, *rows)
-    args = (hidden, weight, bias, rows, steps, out_dtype, argmax, even)
-    return call_below_autograd(torch.ops.sparse_inductor.splade_head, _infer, args)
+            grad, hidden, weight, bias, rows, ctx.steps, winner, peak, per_element, ctx.argmax, needs, ctx.even
+        )  # fmt: skip
+        return *(g if n else None for g, n in zip(grads, needs)), *(None,) * 5
 
 
 def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
@@ -348,30 +323,19 @@ def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dty
 def _fake_backward(
     grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs, even=False
 ):
-    out = []
-    for t, n in zip((hidden, weight, bias), needs):
-        out.append(hidden.new_empty(0) if t is None or not n else t.new_empty(t.shape))
-    return tuple(out)
+    return fake_gradients((hidden, weight, bias), needs, hidden)
 
 
 # Spread over the batch or over the vocabulary (a column-sharded decoder).
 
 
-def _letters(hidden, weight, bias, rows) -> tuple[Dims | None, ...]:
+def _shared(hidden, weight, bias, rows, *_) -> Rule:
     # The parts work on [B, S, D] and return [B, V]: with more leading dimensions B is not one of them.
     lead = "B.." if hidden.dim() == 3 else "." * hidden.dim()
-    return (
-        dims(hidden, lead),
-        dims(weight, "V."),
-        dims(bias, "V"),
-        *(dims(r, lead[:-1]) for r in rows),
-    )
-
-
-def _shared(hidden, weight, bias, rows, *_) -> Rule:
+    rows = (dims(r, lead[:-1]) for r in rows)
     values: Dims = ("B", "V") if hidden.dim() == 3 else ("",) * (hidden.dim() - 2) + ("V",)
     winner: Dims = ("B" if hidden.dim() == 3 else "", "V")
-    inputs = _letters(hidden, weight, bias, rows)
+    inputs = (dims(hidden, lead), dims(weight, "V."), dims(bias, "V"), *rows)
     return Rule(inputs, (values, winner, winner, winner[:1]), ("B", "V"))
 
 
@@ -383,16 +347,14 @@ def _shared_values(hidden, weight, bias, rows, *_) -> Rule:
 def _shared_backward(
     grad, hidden, weight, bias, rows, steps, winner, peak, per_element, *_
 ) -> Rule:
-    values, *kept = _shared(hidden, weight, bias, rows).outputs
+    rule = _shared(hidden, weight, bias, rows)
+    values, *kept = rule.outputs
     if per_element.numel() == 0:
         kept[2] = ("",)
-    inputs = _letters(hidden, weight, bias, rows)
-    deciding = sum(letters is not None for letters in inputs)
-    return Rule(
-        (values, *inputs, *kept), inputs[:3], ("B", "V"), sums=True, skip=1, deciding=deciding
-    )
+    return rule.backward((values,), kept, rule.inputs[:3])
 
 
+_autograd = by_gradient("splade_head", _infer, _SpladeHead.apply, (0, 1, 2))
 register(_lib, "splade_head", _infer, _fake, _shared_values, _autograd)
 register(_lib, "splade_head_train", _train, _fake_train, _shared)
 register(_lib, "splade_head_backward", _backward, _fake_backward, _shared_backward)

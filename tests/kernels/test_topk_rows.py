@@ -66,7 +66,7 @@ def test_sums_by_row_and_by_column(sort, device, monkeypatch):
     by = topk_sums.columns(indices, N)
     wanted = aten.columns(indices, N)
     assert all(map(torch.equal, by, wanted)) and wanted.total.max() == M
-    sums = aten.outer(values, x, wanted)
+    sums = aten.outer(values, x, wanted, False)
     torch.testing.assert_close(topk_sums.outer(values, x, by, False), sums)
     monkeypatch.setattr(topk_sums, "TILE", 8)
     monkeypatch.setattr(topk_sums, "TURNED", 1)
