@@ -21,6 +21,20 @@ T = TypeVar("T")
 _forked = False
 
 
+def in_a_forked_child(work: Callable[[], None]) -> Callable[[], None]:
+    """Has `work` done in each process that is forked from this one, where processes can be."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=work)
+    return work
+
+
+@in_a_forked_child
+def _in_child() -> None:
+    global _forked
+    _forked = True
+    _pool.cache_clear()
+
+
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sparse_index")
@@ -29,16 +43,6 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def workers() -> ThreadPoolExecutor:
     """As many threads as torch uses."""
     return _pool(torch.get_num_threads())
-
-
-def _in_child() -> None:
-    global _forked
-    _forked = True
-    _pool.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 def apart(work: Callable[..., T]) -> Callable[..., T]:

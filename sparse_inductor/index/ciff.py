@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from .impacts import FilePath, Imported, ids_of, impacts_of, labels_of, replacing
+from .impacts import FilePath, Imported, ids_of, impacts_of, replacing
 from .segment import Postings, Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
@@ -51,11 +51,7 @@ def write_ciff(
     Raises:
         ValueError: a negative weight, an impact of more than 24 bits, terms or names of another number or not unique.
     """
-    words, labels = (
-        labels_of(terms, index.num_terms, "terms"),
-        labels_of(names, len(index), "names"),
-    )
-    scale, parts = impacts_of(index, bits, scale)
+    words, labels, scale, parts = impacts_of(index, terms, names, bits, scale)
     rows = Rows.join([*parts])
     own = torch.repeat_interleave(rows.offsets.diff())
     lengths = torch.zeros(rows.count, dtype=torch.int64, device="cpu")

@@ -15,6 +15,7 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 
+from .segment import Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
 
@@ -45,16 +46,11 @@ def write_impacts(
     Takes, loses, returns and raises what `write_ciff` does; `path` is compressed where it ends with ".gz". A term with
     white space, which Anserini would take apart, is a ValueError, too.
     """
-    words, labels = (
-        labels_of(terms, index.num_terms, "terms"),
-        labels_of(names, len(index), "names"),
-    )
-    if terms is not None:
-        for word in terms:
-            if word.split() != [word]:
-                raise ValueError(f"the term {word!r} is empty or has white space")
+    words, labels, scale, parts = impacts_of(index, terms, names, bits, scale)
+    for word in words:
+        if word.split() != [word]:
+            raise ValueError(f"the term {word!r} is empty or has white space")
     gone = index.operands()[2].tolist()
-    scale, parts = impacts_of(index, bits, scale)
     number = 0
     with replacing(path) as raw, _as_text(raw, path) as file:
         for rows in parts:
@@ -143,8 +139,26 @@ def ids_of(terms: Sequence[str]) -> dict[str, int]:
     return {word: at for at, word in enumerate(labels_of(terms, len(terms), "terms"))}
 
 
-def impacts_of(index: SparseIndex, bits: int, scale: float | None) -> tuple[float, Iterator[Rows]]:
-    """The scale, and the rows of each segment with whole numbers as weights, without those that are 0."""
+class Impacts(NamedTuple):
+    """The strings of an index's terms and of its documents, impacts per unit of weight, and the rows of each segment,
+    impacts for weights, without those that are 0."""
+
+    words: list[str]
+    labels: list[str]
+    scale: float
+    parts: Iterator[Rows]
+
+
+def impacts_of(
+    index: SparseIndex,
+    terms: Sequence[str] | None,
+    names: Sequence[str] | None,
+    bits: int,
+    scale: float | None,
+) -> Impacts:
+    """An index as `write_ciff` and `write_impacts` take it."""
+    words = labels_of(terms, index.num_terms, "terms")
+    labels = labels_of(names, len(index), "names")
     contents = index._contents.to(torch.device("cpu"))
     segments = contents.vacuumed().segments
     low, high = 0.0, 0.0
@@ -163,18 +177,18 @@ def impacts_of(index: SparseIndex, bits: int, scale: float | None) -> tuple[floa
             f"scale {scale} makes the largest weight, {high:g}, an impact of {scale * high:g}, beyond {_BITS} bits"
         )
 
+    return Impacts(words, labels, scale, _impacts_by_segment(segments, scale))
+
+
+def _impacts_by_segment(segments: Sequence[Segment], scale: float) -> Iterator[Rows]:
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")
-
-    def parts(scale: float) -> Iterator[Rows]:
-        if not segments:
-            yield Rows(zero, zero[:0], zero[:0].float())
-        for s in segments:
-            impacts = (s.values().double() * scale).round().float()
-            kept = torch.cat((zero, (impacts > 0).cumsum(0)))
-            here = impacts > 0
-            yield Rows(kept[s.offsets], s.term_ids()[here], impacts[here])
-
-    return scale, parts(scale)
+    if not segments:
+        yield Rows(zero, zero[:0], zero[:0].float())
+    for s in segments:
+        impacts = (s.values().double() * scale).round().float()
+        here = impacts > 0
+        kept = torch.cat((zero, here.cumsum(0)))
+        yield Rows(kept[s.offsets], s.term_ids()[here], impacts[here])
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_inductor.threads import apart
+from sparse_inductor.threads import apart, in_a_forked_child
 
 from . import files
 from .contents import own_settings
@@ -190,13 +190,10 @@ def _names(path: Any, tensors: dict[str, Tensor], count: int) -> list[str]:
 _opened: weakref.WeakSet[NamedIndex] = weakref.WeakSet()
 
 
+@in_a_forked_child
 def _in_child() -> None:
     """A thread that was writing does not exist in a forked child: what it had done is finished from what is there."""
     for named in _opened:
         if named._writing.locked():
             index, names, _ = named._held
             named._begin(index, names[: len(index)])
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_inductor.ops.index_search import enrol
-from sparse_inductor.threads import apart
+from sparse_inductor.threads import apart, in_a_forked_child
 
 from . import answers, files
 from .contents import Contents, own_settings, segments_of
@@ -347,10 +347,7 @@ class SparseIndex(nn.Module):
 _opened: weakref.WeakSet[SparseIndex] = weakref.WeakSet()
 
 
+@in_a_forked_child
 def _in_child() -> None:
     for index in _opened:
         index._writing = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

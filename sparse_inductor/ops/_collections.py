@@ -24,6 +24,7 @@ from .. import compat
 from ..policy import unrest
 from ..policy.break_even import look_up
 from ..reporting.findings import bytes_text, count_text
+from ..threads import in_a_forked_child
 from ._checked_index import CheckedIndex, Documents, Found, Search
 
 log = logging.getLogger("sparse_inductor")
@@ -324,12 +325,9 @@ _lock = threading.RLock()  # a finalizer may run where it is held
 _known: dict[Hashable, Collection] = {}
 
 
+@in_a_forked_child
 def _in_child() -> None:
     """A forked process has none of the threads that build, and no GPU."""
     global _lock
     _lock = threading.RLock()
     _known.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

@@ -24,6 +24,9 @@ _COLUMNS = 512
 _DENSE = 1 << 24
 # Where gradients go that are divided among several positions: b, v, s and the gradient of the logit there.
 Shares = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# hidden, weight and bias; and their gradients.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def forward(
@@ -182,11 +185,12 @@ def backward(
     peak: torch.Tensor,
     needs: Sequence[bool],
     even: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> Gradients:
     """Gradients of hidden, weight and bias, each in its input's dtype. even: as in `forward`."""
+    of = hidden, weight, bias
     if not looks_at(grad):
         slope = _slopes(grad, rows, low, winner, peak)
-        return _from_columns(slope, winner, hidden, weight, bias, needs)
+        return _from_columns(slope, winner, None, of, needs)
     tied = winner < -1
     # Where the gradient is not finite, so is 0 times it, which all others get.
     all_get_one = ~grad.isfinite() if even else torch.zeros_like(tied)
@@ -201,11 +205,10 @@ def backward(
         lowest = run(p.scalar, peak.new_full((), float("-inf")))
         tied &= (slope != 0) | peak.isnan() | (run(p.scalar, peak) != lowest)
         tied |= all_get_one
-        shares = _shares(tied, grad, hidden, weight, bias, rows, low, winner)
+        shares = _shares(tied, grad, of, rows, low, winner)
         slope = slope.masked_fill(tied, 0.0)
-    if hidden.sum().isfinite() and weight.sum().isfinite():
-        return _from_entries(slope, winner, hidden, weight, bias, needs, shares)
-    return _from_columns(slope, winner, hidden, weight, bias, needs, shares)
+    finite = hidden.sum().isfinite() and weight.sum().isfinite()
+    return (_from_entries if finite else _from_columns)(slope, winner, shares, of, needs)
 
 
 # How far from the maximum a position may be that shares it, relative to both: what fp64 makes of equal products.
@@ -215,9 +218,7 @@ _SHARES_IT = 1e-12
 def _shares(
     tied: torch.Tensor,
     grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    of: Inputs,
     rows: Sequence[torch.Tensor],
     low: Lowered,
     winner: torch.Tensor,
@@ -226,6 +227,7 @@ def _shares(
 
     Logits are computed again, in fp64: those that are equal by chance, to fp32, go to the larger one.
     """
+    hidden, weight, bias = of
     S = hidden.shape[1]
     found = []
     for i in tied.any(1).nonzero().flatten().tolist():
@@ -246,7 +248,7 @@ def _shares(
     if not found:
         return None
     b, v, s, g = map(torch.cat, zip(*found))
-    return b, v, s, g.to(compute_dtype(hidden, weight, bias))
+    return b, v, s, g.to(compute_dtype(*of))
 
 
 def _slopes(
@@ -279,14 +281,13 @@ def _slopes(
 def _from_columns(
     slope: torch.Tensor,
     winner: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    shares: Shares | None,
+    of: Inputs,
     needs: Sequence[bool],
-    shares: Shares | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> Gradients:
     """Two products with the gradient of all logits, some columns of the vocabulary at a time: 0 times what is not
     finite is NaN."""
+    hidden, weight, bias = of
     B, S, D = hidden.shape
     V = weight.shape[0]
     dt = slope.dtype
@@ -311,23 +312,20 @@ def _from_columns(
             d_hidden += logits @ weight[cols].to(dt)
         if d_weight is not None:
             d_weight[cols] = (logits.t() @ x).to(d_weight.dtype)
-    return (
-        None if d_hidden is None else d_hidden.view(B, S, D).to(hidden.dtype),
-        d_weight,
-        d_bias,
-    )
+    if d_hidden is not None:
+        d_hidden = d_hidden.view(B, S, D).to(hidden.dtype)
+    return d_hidden, d_weight, d_bias
 
 
 def _from_entries(
     slope: torch.Tensor,
     winner: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    shares: Shares | None,
+    of: Inputs,
     needs: Sequence[bool],
-    shares: Shares | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> Gradients:
     """Two products with the sparse matrix of the active entries, and of the `shares` that others have."""
+    hidden, weight, bias = of
     b, v = (slope != 0).nonzero(as_tuple=True)
     s, g = winner[b, v].long(), slope[b, v]
     if shares is not None:
