@@ -19,8 +19,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from . import __version__, compat, layers
+from . import __version__, compat, layers, ops
 from .explanation.explain import explained
+from .index import SparseIndex
+from .notices import described
 from .pattern import Pattern, registered
 from .reporting.console import print_table, print_text
 from .selection import SKIP_VARIABLE
@@ -49,7 +51,8 @@ def diagnose(operators: bool = True) -> list[Finding]:
     found += findings
     if operators:
         found += [_path(p, torch.device(_device())) for p in _PROBES]
-        found += [_operator(p, _device()) for p in _one_for_each_operator(patterns)]
+        one_for_each = {p.op: p for p in reversed(patterns.values()) if p.examples}
+        found += [_operator(p, _device()) for p in reversed(one_for_each.values())]
     return found
 
 
@@ -230,41 +233,7 @@ def _draw(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=device, dtype=torch.bfloat16) / 16
 
 
-def _splade_head(device: torch.device) -> object:
-    from .ops import splade_head
-
-    return splade_head(_draw(device, 8, 128, 128), _draw(device, 32768, 128))
-
-
-def _relu_ffn(device: torch.device) -> object:
-    from .ops import relu_ffn
-
-    gate, up, down = _draw(device, 8192, 256), _draw(device, 8192, 256), _draw(device, 256, 8192)
-    return relu_ffn(_draw(device, 2048, 256), gate, down, up)
-
-
-def _entmax_attention(device: torch.device) -> object:
-    from .ops import entmax_attention
-
-    return entmax_attention(*(_draw(device, 1, 2, 1024, 64) for _ in range(3)))
-
-
-def _entmax(device: torch.device) -> object:
-    from .ops import entmax
-
-    return entmax(_draw(device, 64, 1000))
-
-
-def _sparse_scores(device: torch.device) -> object:
-    from .ops import sparse_scores
-
-    ids = torch.randint(100, (1000, 16), device=device)
-    return sparse_scores(_draw(device, 4, 100), ids, _draw(device, 1000, 16), k=10)
-
-
-def _index_search(device: torch.device) -> object:
-    from .index import SparseIndex
-
+def _search(device: torch.device) -> object:
     documents = (torch.rand(20_000, 64) - 0.9).clamp_min(0)
     index = SparseIndex.build(documents, num_terms=64, device=device)
     return index.search(documents[:4].to(device), 10)
@@ -272,12 +241,30 @@ def _index_search(device: torch.device) -> object:
 
 _HOPPER = (9, 0), (10, 0)
 _PROBES = (
-    _Probe("splade_head", _splade_head, _HOPPER),
-    _Probe("relu_ffn", _relu_ffn, _HOPPER),
-    _Probe("entmax_attention", _entmax_attention, _HOPPER),
-    _Probe("entmax", _entmax, None),
-    _Probe("sparse_scores_topk", _sparse_scores, None),
-    _Probe("index_search", _index_search, ((7, 0), (99, 0))),
+    _Probe(
+        "splade_head",
+        lambda d: ops.splade_head(_draw(d, 8, 128, 128), _draw(d, 32768, 128)),
+        _HOPPER,
+    ),
+    _Probe(
+        "relu_ffn",
+        lambda d: ops.relu_ffn(
+            _draw(d, 2048, 256), _draw(d, 8192, 256), _draw(d, 256, 8192), _draw(d, 8192, 256)
+        ),
+        _HOPPER,
+    ),
+    _Probe(
+        "entmax_attention", lambda d: ops.entmax_attention(*_draw(d, 3, 1, 2, 1024, 64)), _HOPPER
+    ),
+    _Probe("entmax", lambda d: ops.entmax(_draw(d, 64, 1000)), None),
+    _Probe(
+        "sparse_scores_topk",
+        lambda d: ops.sparse_scores(
+            _draw(d, 4, 100), torch.randint(100, (1000, 16), device=d), _draw(d, 1000, 16), k=10
+        ),
+        None,
+    ),
+    _Probe("index_search", _search, ((7, 0), (99, 0))),
 )
 
 
@@ -292,8 +279,7 @@ def _path(probe: _Probe, device: torch.device) -> Finding:
             warnings.simplefilter("ignore", layers.KernelWarning)
             probe.call(device)
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Finding(group, name, text, "fail", "please report this")
+        return Finding(group, name, described(error), "fail", "please report this")
     took = f"{time.perf_counter() - started:.2f} s"
     fallen = [f for f in layers.fallbacks() if f.operator == probe.operator]
     if fallen:
@@ -327,30 +313,24 @@ def _patterns() -> tuple[dict[str, Pattern], list[Finding]]:
     return patterns, found
 
 
-def _one_for_each_operator(patterns: dict[str, Pattern]) -> list[Pattern]:
-    return list({p.op: p for p in reversed(patterns.values()) if p.examples}.values())[::-1]
-
-
 def _operator(pattern: Pattern, device: str) -> Finding:
     """An example of the pattern, with gradients if there is one, rewritten, run and compared with a reference."""
     group = f"operators, on {device}"
     started = time.perf_counter()
     example = next((e for e in pattern.examples if e.training), pattern.examples[0])
+    advice = f"please report this; SPARSE_INDUCTOR_SKIP={pattern.name} leaves it out"
     try:
         fn, args = _moved(*example.build(), device)
         with torch.set_grad_enabled(example.training):
             explanation = explained(fn, tuple(args), {}, verify=True, policy="always")
     except Exception as error:
-        advice = f"please report this; SPARSE_INDUCTOR_SKIP={pattern.name} leaves it out"
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Finding(group, pattern.op, text, "fail", advice)
+        return Finding(group, pattern.op, described(error), "fail", advice)
     took = f"{time.perf_counter() - started:.2f} s"
     mine = [c for c in explanation.report.checks if c.pattern == pattern.name]
     if mine and all(c.verdict == "agrees" for c in mine):
         return Finding(group, pattern.op, f"{mine[0].detail} ({took})")
     reasons = [c.detail for c in mine] or [m.reason for m in explanation.report.near_misses]
     text = reasons[0] if reasons else "its example was not rewritten"
-    advice = f"please report this; SPARSE_INDUCTOR_SKIP={pattern.name} leaves it out"
     return Finding(group, pattern.op, text, "fail", advice)
 
 

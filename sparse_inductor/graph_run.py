@@ -26,6 +26,7 @@ from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
 from .graph.saved import copying_what_is_written
 from .layouts import keep_apart, keep_layouts, layouts
+from .notices import described
 from .pattern import Match, Miss, Pattern, Sparse
 from .policy.decisions import Decisions
 from .rehearsal import rehearse
@@ -418,9 +419,3 @@ def _target_name(node: fx.Node) -> str:
         if isinstance(node.target, str)
         else getattr(node.target, "__name__", str(node.target))
     )
-
-
-def described(error: Exception) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

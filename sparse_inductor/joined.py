@@ -20,6 +20,7 @@ from .graph.effects import Effects, gives_memory, storages, written
 from .graph.fakes import attribute, fake, tensors_in
 from .graph.names import is_operator
 from .match.entmax import leaves
+from .notices import described
 from .pattern import Miss
 from .rehearsal import differentiating_fakes
 
@@ -63,7 +64,7 @@ def _hazard(graph: fx.Graph) -> str | None:
         if effects.writers and _refused(graph):
             return "graph that writes to what autograd saved"
     except Exception as error:
-        log.debug("a graph could not be tried out: %s: %s", type(error).__name__, error)
+        log.debug("a graph could not be tried out: %s", described(error))
     return None
 
 

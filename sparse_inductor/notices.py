@@ -1,4 +1,4 @@
-"""Warnings that never end a program."""
+"""What a program is told: warnings that never end it, and errors in one line."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 
         warnings.warn(message, category, stacklevel=stacklevel + 1)
     except category:
         log.warning("%s", message)
+
+
+def described(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

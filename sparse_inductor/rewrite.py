@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx
 
 from . import compat
-from .graph_run import Applied, GraphRun, described, failures
-from .notices import warn
+from .graph_run import Applied, GraphRun, failures
+from .notices import described, warn
 from .pattern import Pattern, Sparse
 from .policy.profile import Site
 from .reporting import records

@@ -34,15 +34,9 @@ log = logging.getLogger("sparse_inductor")
 JSON_VERSION = 1
 
 
-class _Watch:
-    """Graph breaks that a pattern has to explain although no pass ever sees them."""
-
-    def __init__(self) -> None:
-        self.on = 0
-        self.reports: weakref.WeakSet[Report] = weakref.WeakSet()
-
-
-_watch = _Watch()
+# Graph breaks that a pattern has to explain although no pass ever sees them: how many watch, and where they tell.
+_watching = 0
+_reports: weakref.WeakSet[Report] = weakref.WeakSet()
 _SPARSE_WAY_OUT = (
     "torch.sparse tensors end the graph before any pass can run: keep the collection in a "
     "sparse_inductor.SparseIndex, whose search() and scores() stand in a compiled program"
@@ -51,12 +45,14 @@ _SPARSE_WAY_OUT = (
 
 def watch_sparse_breaks(pattern: str) -> Callable[[], None]:
     """Until the result is called, graphs that end because of a torch.sparse tensor are near misses of `pattern`."""
-    _watch.on += 1
+    global _watching
+    _watching += 1
 
     def stop() -> None:
-        for one in list(_watch.reports):
+        global _watching
+        for one in list(_reports):
             one.settle(pattern)
-        _watch.on -= 1
+        _watching -= 1
 
     return stop
 
@@ -65,10 +61,15 @@ class Report:
     """Everything since the last `clear()`, of the whole process; safe to read while other threads
     compile."""
 
+    pass_ms: float
+    """Milliseconds spent in the pass, over all graphs."""
+    graphs: int
+    """How many graphs the pass has looked at."""
+
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._clear()
-        _watch.reports.add(self)
+        _reports.add(self)
 
     def _clear(self) -> None:
         self._rewrites: list[Rewrite] = []
@@ -81,13 +82,13 @@ class Report:
         self._seen: set[NearMiss] = set()
         self._first = 0  # of the rewrites of this compile
         self._pattern_ms: Counter[str] = Counter()
-        self._pass_ms = 0.0
-        self._graphs = 0
+        self.pass_ms = 0.0
+        self.graphs = 0
         self._sparse_breaks = compat.sparse_graph_breaks()
 
     def settle(self, pattern: str = "sparse_scores") -> None:
         """Record what only Dynamo knows: that it ended graphs because of torch.sparse tensors."""
-        if not _watch.on:
+        if not _watching:
             return
         now = compat.sparse_graph_breaks()
         with self._lock:
@@ -145,22 +146,10 @@ class Report:
             self._checks.append(check)
 
     @property
-    def pass_ms(self) -> float:
-        """Milliseconds spent in the pass, over all graphs."""
-        with self._lock:
-            return self._pass_ms
-
-    @property
     def pattern_ms(self) -> dict[str, float]:
         """Milliseconds spent in each pattern's own matching and replacing."""
         with self._lock:
             return dict(self._pattern_ms)
-
-    @property
-    def graphs(self) -> int:
-        """How many graphs the pass has looked at."""
-        with self._lock:
-            return self._graphs
 
     def clear(self) -> None:
         """Forget everything."""
@@ -193,9 +182,9 @@ class Report:
             self._seen.update(new)
             self._rewrites.extend(rewrites)
             self._near_misses.extend(new)
-            self._pass_ms += pass_ms
+            self.pass_ms += pass_ms
             self._pattern_ms.update(pattern_ms)
-            self._graphs += 1
+            self.graphs += 1
 
     def begin_anew(self, near_miss: NearMiss, compile: object | None) -> None:
         """Record why a compile (any object) begins anew, and take back its rewrites."""
@@ -212,7 +201,7 @@ class Report:
         with self._lock:
             return (
                 f"<sparse_inductor report: {count_text(self._rewrites, 'rewrite')}, "
-                f"{count_text(self._near_misses, 'near miss')}, {count_text(self._graphs, 'graph')}>"
+                f"{count_text(self._near_misses, 'near miss')}, {count_text(self.graphs, 'graph')}>"
             )
 
     def __str__(self) -> str:
@@ -236,8 +225,8 @@ class Report:
         with self._lock:
             return {
                 "version": JSON_VERSION,
-                "graphs": self._graphs,
-                "pass_ms": round(self._pass_ms, 3),
+                "graphs": self.graphs,
+                "pass_ms": round(self.pass_ms, 3),
                 "pattern_ms": {name: round(ms, 3) for name, ms in sorted(self._pattern_ms.items())},
                 "rewrites": [rewrite_dict(r) for r in self._rewrites],
                 "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
