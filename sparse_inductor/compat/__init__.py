@@ -59,7 +59,6 @@ from .operators import (
     schemas,
 )
 from .runtime import (
-    after_autograd,
     allocator,
     asked_for_shapes,
     autograd_on,

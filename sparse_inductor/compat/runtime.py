@@ -13,11 +13,6 @@ from typing import Any
 import torch
 
 
-def after_autograd(keyset: Any) -> Any:
-    """The keys that an operator's Autograd kernel leaves the call to."""
-    return keyset & torch._C._after_autograd_keyset
-
-
 def below_autograd() -> contextlib.AbstractContextManager[None]:
     """Calls inside skip the Autograd keys: an operator's Autograd kernel uses it to reach the device kernels."""
     return torch._C._AutoDispatchBelowAutograd()

@@ -99,13 +99,13 @@ def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool 
         _check_shape(queries.shape, V)
         return _sparse(entries, V, single=len(queries.shape) == 1)
     if isinstance(queries, Mapping):  # no dok_matrix
-        return _sparse(entries_of_all([queries], "query"), V, single=True)
+        return _sparse(entries_of_all([queries]), V, single=True)
     if not isinstance(queries, (list, tuple)) and not isinstance(queries, np.ndarray):
         raise TypeError(
             "queries must be a tensor, an array or a sparse matrix [B, V], a pair (terms, weights), a mapping, or a "
             f"list of rows [V], pairs and mappings; got {type(queries).__name__}"
         )
-    entries = entries_of_all(list(queries), "query")
+    entries = entries_of_all(list(queries))
     if entries.width is not None:
         _check_shape((entries.count, entries.width), V)
     return _sparse(entries, V, single=False)

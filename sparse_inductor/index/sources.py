@@ -60,14 +60,13 @@ class Rows:
 class Entries:
     """Sparse rows as they were given: nothing is checked, terms may repeat and come in any order.
 
-    width: how many columns there are, where the source says. `noun` names a row in messages.
+    width: how many columns there are, where the source says.
     """
 
     offsets: Tensor
     terms: Tensor
     weights: Tensor
     width: int | None
-    noun: str = "document"
 
     @property
     def count(self) -> int:
@@ -135,19 +134,19 @@ def _batches(items: Iterator[Any], num_terms: int, first: int) -> Iterator[Rows]
         yield from _checked(_joined(pending), num_terms, first)
 
 
-def entries_of_all(items: Sequence[Any], noun: str) -> Entries:
-    """Rows given one by one, together; each as a row, a pair (terms, weights) or a mapping."""
+def entries_of_all(queries: Sequence[Any]) -> Entries:
+    """Queries given one by one, together; each as a row, a pair (terms, weights) or a mapping."""
     given = []
-    for number, item in enumerate(items):
+    for number, item in enumerate(queries):
         entries = entries_of(item)
         if entries is not None and entries.count != 1:
-            raise ValueError(f"{noun} {number} must be one row, got shape {tuple(item.shape)}")
-        given.append(entries if entries is not None else _document(item, f"{noun} {number}"))
+            raise ValueError(f"query {number} must be one row, got shape {tuple(item.shape)}")
+        given.append(entries if entries is not None else _document(item, f"query {number}"))
     widths = {e.width for e in given if e.width is not None}
     if len(widths) > 1:
         raise ValueError(f"rows must have one number of columns, got {sorted(widths)}")
     joined = _joined(given)
-    return dataclasses.replace(joined, width=widths.pop() if widths else None, noun=noun)
+    return dataclasses.replace(joined, width=widths.pop() if widths else None)
 
 
 def entries_of(source: Any) -> Entries | None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..ops._dispatch import define
 from ..region import Subgraph, Watch
 from ..reporting.findings import Check
 from ..reporting.records import Report
@@ -262,14 +263,9 @@ def _needs_grad(number: int, got: Tensor, plain: Tensor) -> Comparison:
 _regions: dict[str, Region] = {}
 _numbers = itertools.count()
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
-_lib.define(
+_lib = define(
     "verified(Tensor[] tensors, SymInt[] sizes, str key, bool[]? needs=None) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_lib.define(
     "verified_backward(Tensor[] grads, Tensor[] tensors, SymInt[] sizes, str key, bool[] needs) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.verified_backward
 
@@ -317,45 +313,35 @@ def _fake_backward(grads, tensors, sizes, key, needs):
 
 class _Verified(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, keyset, sizes, key, needs, *tensors):
+    def forward(ctx, sizes, key, needs, *tensors):
         ctx.save_for_backward(*tensors)
-        ctx.sizes, ctx.key, ctx.needs = sizes, key, needs
-        out = _OP.default.redispatch(keyset, list(tensors), sizes, key, needs)
+        ctx.call = sizes, key, needs
+        with compat.below_autograd():
+            out = _OP(list(tensors), sizes, key, needs)
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         return tuple(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        found = iter(
-            _BACKWARD(
-                [g.contiguous() for g in grads],
-                list(ctx.saved_tensors),
-                ctx.sizes,
-                ctx.key,
-                ctx.needs,
-            )
-        )
-        return None, None, None, None, *(next(found) if need else None for need in ctx.needs)
+        given = [g.contiguous() for g in grads]
+        found = iter(_BACKWARD(given, list(ctx.saved_tensors), *ctx.call))
+        return None, None, None, *(next(found) if need else None for need in ctx.call[2])
 
 
-def _autograd(keyset, tensors, sizes, key, needs=None):
-    keyset = compat.after_autograd(keyset)
+def _autograd(tensors, sizes, key, needs=None):
     wanted = [t.requires_grad and torch.is_grad_enabled() for t in tensors]
     if any(wanted):
-        return list(_Verified.apply(keyset, sizes, key, wanted, *tensors))
-    return _OP.default.redispatch(keyset, tensors, sizes, key, needs)
+        return list(_Verified.apply(sizes, key, wanted, *tensors))
+    with compat.below_autograd():
+        return _OP(tensors, sizes, key, needs)
 
 
-def _autograd_backward(keyset, *args):
-    return _BACKWARD.default.redispatch(compat.after_autograd(keyset), *args)
-
-
-for _name, _kernel, _meta, _differentiable in (
-    ("verified", _verified, _fake, _autograd),
-    ("verified_backward", _verified_backward, _fake_backward, _autograd_backward),
+_lib.impl("verified", _autograd, "Autograd")
+for _name, _kernel, _meta in (
+    ("verified", _verified, _fake),
+    ("verified_backward", _verified_backward, _fake_backward),
 ):
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _kernel, _key)
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
-    _lib.impl(_name, _differentiable, "Autograd", with_keyset=True)
