@@ -119,11 +119,16 @@ def test_a_file_or_folder_that_may_not_be_written_stays(tmp_path):
     assert len(SparseIndex.load(path)) == 3 and names(tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("after", [0, 1, 3, "all"])
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, after):
+    """It says so after some writes, or when what was written is to last."""
     path = tmp_path / "x"
     index_of(3).save(path)
+    before = path.read_bytes()
     create, written = storage._create_part, []
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
     class Full:
         def __init__(self, file):
@@ -131,7 +136,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, after):
 
         def write(self, data):
             if len(written) == after:
-                raise OSError(28, "No space left on device")
+                full()
             written.append(len(data))
             return self._file.write(data)
 
@@ -143,9 +148,12 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, after):
         return Full(file), part
 
     monkeypatch.setattr(storage, "_create_part", created)
+    if after == "all":
+        monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         index_of(5).save(path)
-    assert len(written) == after and names(tmp_path) == ["x"] and len(SparseIndex.load(path)) == 3
+    assert len(written) == after or after == "all"
+    assert path.read_bytes() == before and names(tmp_path) == ["x"]
 
 
 def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(tmp_path):
@@ -342,10 +350,11 @@ def test_a_file_of_format_1_opens(tmp_path, verify):
 
 
 @pytest.mark.parametrize("bar", [True, False])
-def test_saving_and_loading_show_progress(tmp_path, capsys, monkeypatch, bar):
+def test_building_saving_and_loading_show_progress(tmp_path, capsys, monkeypatch, bar):
     if not bar:
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    index = index_of(5)
+    index = SparseIndex.build(list(torch.rand(5, V)), num_terms=V, progress=True)
+    assert "5.00 documents" in (said := capsys.readouterr().err) or said == "5 documents indexed\n"
     index.save(tmp_path / "x", progress=True)
     assert "MiB" in capsys.readouterr().err
     SparseIndex.load(tmp_path / "x", progress=True)

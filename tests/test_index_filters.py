@@ -104,11 +104,11 @@ def test_a_compiled_search_takes_filters(each):
             index.append(collection()[n:])
 
 
-def test_the_operators_take_marks():
+@pytest.mark.parametrize("marks", [None, torch.rand(B, N) < 0.5], ids=["all", "for each"])
+def test_the_operators_take_marks_or_none(marks):
     index, ops = SparseIndex.build(collection()), torch.ops.sparse_inductor
-    marks = torch.rand(B, N) < 0.5
     postings, counts, barred = index.operands(deny=marks)
-    assert torch.equal(barred, marks)
+    assert torch.equal(barred, torch.zeros(N, dtype=torch.bool) if marks is None else marks)
     torch.library.opcheck(ops.index_search, (queries_of(), list(postings), counts, barred, 4))
     torch.library.opcheck(ops.index_search_live, (queries_of(), index._handle, 4, None, marks))
 

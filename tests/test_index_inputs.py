@@ -400,11 +400,13 @@ def test_bad_documents_are_named_and_change_nothing(case):
 
 
 def test_a_bad_document_of_a_later_batch_has_its_number():
-    bad = collection(9)
+    bad, index = collection(9), SparseIndex.build(collection(2))
     bad[7, 3] = float("inf")
     for given in (bad, bad.to_sparse_csr(), list(bad), [bad[:2], *bad[2:]]):
         with pytest.raises(ValueError, match="document 7: the weight of term 3 is inf"):
             SparseIndex.build(given, num_terms=V)
+        with pytest.raises(ValueError, match="document 9: the weight of term 3 is inf"):
+            index.append(given)
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
@@ -491,6 +493,8 @@ def test_deleting_nothing():
 def test_a_bad_number_of_terms_is_named(num_terms):
     with pytest.raises(ValueError, match="num_terms must be"):
         SparseIndex(num_terms)
+    with pytest.raises(ValueError, match="weights must be one of"):
+        SparseIndex(V, weights="int4")
 
 
 def test_copies_are_of_their_own():

@@ -317,9 +317,3 @@ def test_a_program_whose_index_is_gone_says_so():
     handle = SparseIndex(V)._handle
     with pytest.raises(RuntimeError, match="no longer exists"):
         torch.ops.sparse_inductor.index_search_live(queries_of(), handle, 2)
-
-
-def test_the_live_operator_is_well_formed():
-    index = SparseIndex.build(collection())
-    args = (queries_of(), index._handle, 3)
-    torch.library.opcheck(torch.ops.sparse_inductor.index_search_live, args)

@@ -107,20 +107,6 @@ def test_repeated_terms_of_a_document_add_up():
     assert index.search(q, 2)[0].tolist() == [3.0, 0.0]
 
 
-def test_a_failed_append_changes_nothing():
-    dense = collection(20)
-    index = SparseIndex.build(dense)
-    with pytest.raises(ValueError, match="document 21"):
-        index.append([([1], [1.0]), ([99], [1.0])])
-    assert len(index) == 20
-    assert_true_top(index, dense, queries(), 5)
-
-
-def test_an_unknown_kind_of_weights_is_a_value_error():
-    with pytest.raises(ValueError, match="weights must be one of"):
-        SparseIndex(V, weights="int4")
-
-
 @pytest.mark.parametrize("weights", ["float16", "int8"])
 @pytest.mark.parametrize("negative", [False, True])
 def test_narrow_weights_state_their_error(weights, negative):
@@ -190,12 +176,6 @@ def test_it_stands_in_a_compiled_model():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x)[1], model(x)[1])
     assert not any("index" in name for name in model.state_dict())
-
-
-def test_the_search_operator_is_well_formed():
-    index = SparseIndex.build(collection(40))
-    args = (queries(), *index.operands(), 3)
-    torch.library.opcheck(torch.ops.sparse_inductor.index_search, args)
 
 
 # Files
@@ -271,17 +251,3 @@ def test_a_newer_file_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(files_module, "_VERSION", 1)
     with pytest.raises(IndexFileError, match="newer version"):
         SparseIndex.load(tmp_path / "new")
-
-
-def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
-    before = saved.read_bytes()
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        SparseIndex.build(collection(5)).save(saved)
-    assert saved.read_bytes() == before
-    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
-
-
-def test_progress_is_shown(capsys):
-    SparseIndex.build(list(collection(40)), num_terms=V, progress=True)
-    assert capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 
 import pytest
 import torch
@@ -159,22 +158,17 @@ def test_only_wanted_gradients(needs):
     assert [t.grad is not None for t in tensors] == list(needs)
 
 
-def test_backward_twice_over_one_graph_is_bitwise_equal():
-    leaves = leaves_of(*make(B=4, S=33, D=16, V=200))
-    values = splade_head(*leaves, lengths(4, 33))
-    cotangent = torch.randn_like(values)
-    first = torch.autograd.grad(values, leaves, cotangent, retain_graph=True)
-    second = torch.autograd.grad(values, leaves, cotangent)
-    assert all(map(torch.equal, first, second))
-
-
 @pytest.mark.parametrize("mask", [lengths(24, 9), torch.rand(24, 9)], ids=["binary", "real"])
 def test_two_runs_are_bitwise_equal(mask):
-    """With as many entries as PyTorch's threads share."""
+    """With as many entries as PyTorch's threads share; so are two backwards over one graph."""
 
     def once():
         leaves = leaves_of(*make(B=24, S=9, D=4, V=4000))
         values = splade_head(*leaves, mask)
+        again = torch.autograd.grad(values.sum(), leaves, retain_graph=True)
+        assert all(
+            map(torch.equal, again, torch.autograd.grad(values.sum(), leaves, retain_graph=True))
+        )
         return values, *gradients(values, leaves)
 
     assert all(map(torch.equal, once(), once()))
@@ -188,27 +182,6 @@ def test_a_weight_used_by_two_heads_gets_both_gradients():
         both = head(h, w, b) + head(2 * h, w, b)
         results.append(gradients(both, [h, w, b]))
     torch.testing.assert_close(*results)
-
-
-def test_a_gradient_is_not_silently_wrong_the_second_time():
-    """Double backward is either exact or refused."""
-    leaves = leaves_of(*make(dtype=torch.float64))
-    exact = torch.autograd.grad(
-        torch.autograd.grad(
-            log1p_relu(logits(*leaves)).amax(-2).square().sum(), leaves, create_graph=True
-        )[0].square().sum(),
-        leaves,
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning is not enough
-        try:
-            (first, *_) = torch.autograd.grad(
-                splade_head(*leaves).square().sum(), leaves, create_graph=True
-            )
-            second = torch.autograd.grad(first.square().sum(), leaves)
-        except RuntimeError:
-            return
-    torch.testing.assert_close(second, exact)
 
 
 # --- Precision ------------------------------------------------------------------------------------
@@ -547,7 +520,6 @@ H, W, BIAS = torch.randn(2, 7, 5), torch.randn(11, 5), torch.randn(11)
         ({"mask": H[..., 0], "steps": "row_mul(1)"}, ValueError, r"rows \[1\], but 1 are given"),
         ({"mask": H[..., 0], "steps": "row_mul(-1)"}, ValueError, r"rows \[-1\]"),
         ({"steps": "relu | swish"}, ValueError, "'swish'"),
-        ({"steps": "mul"}, ValueError, "'mul' takes 1"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype.*torch.int32"),
     ],
 )
