@@ -25,6 +25,7 @@ from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
 from .graph.saved import copying_what_is_written
+from .graph.view import GraphView
 from .layouts import keep_apart, keep_layouts, layouts
 from .notices import described
 from .pattern import Match, Miss, Pattern, Sparse
@@ -70,7 +71,7 @@ class GraphRun:
         verify: Report | None,
         trace: bool,
         policy: Mapping[str, str],
-        hooked: bool = False,
+        hooked: bool,
     ) -> None:
         self.graph = graph
         self.hooked = hooked  # whether the program has saved-tensor hooks
@@ -99,7 +100,7 @@ class GraphRun:
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env):
             complete(self.graph)
-            view = self._view = make_view(self.graph)
+            view = self._view = GraphView(self.graph)
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}
             found = _disjoint(self._resolve(matches, misses, view))
@@ -342,13 +343,6 @@ failures: deque[str] = deque(maxlen=100)
 
 def _note_failure(who: str, error: Exception) -> None:
     failures.append(f"{who}: {described(error)}")
-
-
-def make_view(graph: fx.Graph) -> Any:
-    """What patterns read the graph through."""
-    from .graph.view import GraphView
-
-    return GraphView(graph)
 
 
 def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:

@@ -24,20 +24,6 @@ import torch
 
 from .notices import warn
 
-__all__ = [
-    "Fallback",
-    "KernelWarning",
-    "Layer",
-    "Operator",
-    "at",
-    "current",
-    "fallbacks",
-    "forget",
-    "has_kernels",
-    "is_lowered",
-    "launches",
-]
-
 log = logging.getLogger("sparse_inductor")
 
 

@@ -22,7 +22,7 @@ from .reporting import records
 from .reporting.findings import NearMiss, Rewrite
 from .reporting.records import Report
 
-__all__ = ["Applied", "Outcome", "RewritePass", "failures"]
+__all__ = ["Outcome", "RewritePass", "failures"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -112,7 +112,9 @@ class RewritePass:
         if run.rewrites and compat.compiling_ahead():
             warn(_in_a_package(run.rewrites))
         self._report.add(run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compile)
-        self._report.add_pending(run.decisions.pending, run.decisions.profile)
+        profile = run.decisions.profile
+        live = None if profile is None else profile.pending
+        self._report.add_pending(run.decisions.pending, live)
         for check in run.checks:
             self._report.add_check(check)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["compute_dtype", "looks_at"]
-
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     """fp64 if any input is, else fp32: half precisions are widened."""

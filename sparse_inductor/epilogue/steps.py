@@ -23,10 +23,6 @@ import torch
 
 from .functions import SCALAR
 
-__all__ = [
-    "ROW", "Program", "Step", "apply", "dual", "dual_parts", "parse", "render", "run", "scalar_steps", "simplified",
-]  # fmt: skip
-
 ROW: dict[str, int] = {"row_add": 0, "row_mul": 0, "row_where": 1}
 
 

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from .. import compat, session
+from ..graph_run import Applied
 from ..pattern import Sparse
 from ..policy.counting import counts
 from ..policy.profile import Site
@@ -24,7 +25,7 @@ from ..reporting.findings import Density, NearMiss, Pending, bytes_text
 from ..reporting.graphs import GraphNode, describe
 from ..reporting.records import AS_WRITTEN, Report, found_of
 from ..reporting.source import source_at
-from ..rewrite import Applied, RewritePass
+from ..rewrite import RewritePass
 from ..slots import slot_value
 
 
@@ -271,7 +272,14 @@ class _Counting:
                 self._wanted.setdefault(sparse.node.name, []).append((applied.rewrite, sparse))
         for site, sparse in capture.watched:
             self._wanted.setdefault(sparse.node.name, []).append((site, sparse))
-        self._report.add_pending((), _Watched(site for site, _ in capture.watched))
+        sites = [site for site, _ in capture.watched]
+
+        def watched() -> list[Pending]:
+            now = "counted in this call"
+            then = f"{now}; rewritten once some calls like it have run"
+            return [s.finding(then if s.rewritten else now) for s in sites]
+
+        self._report.add_pending((), watched)
 
     def run(self, *given: Any) -> Any:
         if not self._wanted:
@@ -296,18 +304,6 @@ class _Counting:
             self._report.add_density(
                 Density(found.pattern, found.location, sparse.what, int(active), total, row)
             )
-
-
-class _Watched:
-    """What `explain` counted of the blocks that are rewritten where that pays for the data."""
-
-    def __init__(self, sites: Iterable[Site]) -> None:
-        self._sites = tuple(sites)
-
-    def pending(self) -> list[Pending]:
-        now = "counted in this call"
-        then = f"{now}; rewritten once some calls like it have run"
-        return [s.finding(then if s.rewritten else now) for s in self._sites]
 
 
 class _Interpreter(fx.Interpreter):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import __version__
+from ..graph_run import Applied
 from ..reporting.findings import NearMiss, Rewrite, bytes_text, tensor_text
 from ..reporting.graphs import GraphNode
 from ..reporting.records import found_of
 from ..reporting.source import Source
-from ..rewrite import Applied
 from .drawing import draw, fold, subgraph
 
 if TYPE_CHECKING:

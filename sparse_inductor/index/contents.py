@@ -159,7 +159,7 @@ def segments_of(
     num_terms: int,
     precision: str,
     device: torch.device,
-    last: Segment | None = None,
+    last: Segment | None,
 ) -> list[Segment]:
     """Full segments of a stream of rows, and one of the rest. last: the segment behind which they will come."""
     made: list[Segment] = []

@@ -60,7 +60,7 @@ class PendingFile:
         kind: str,
         version: int,
         facts: Any,
-        seen: Callable[[int], object] = lambda size: None,
+        seen: Callable[[int], object],
     ) -> None:
         """Write tensors (copied to the CPU one at a time) and JSON-able facts; `seen` is told the bytes written."""
         self._target = Path(os.path.realpath(path))

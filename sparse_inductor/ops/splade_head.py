@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..aten import compute_dtype
 from ..epilogue.plan import Lowered, Plan, lower, plan
+from ..epilogue.steps import Program
 from . import _linear_max_aten as aten
 from ._arguments import FLOATS, fake_gradients, fits, returned, suit_kernels
 from ._dispatch import (
@@ -203,23 +204,24 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, winner_dtype):
     from ..kernels.splade_head import forward as kernel
     from ..kernels.splade_head.positions import classify
 
-    fast = p.hoists and p.exhaustive
     low = None
     if p.hoists and rows:
         low = classify(p.program, rows, x, exhaustive=p.exhaustive)
     add, fill, per_element = (low.add, low.fill, low.per_element) if low else (None, None, None)
-    if fast:
-        out = kernel.forward(
-            x, weight, bias, add, fill, p.scalar,
-            out_dtype=out_dtype, winner_dtype=winner_dtype, positions=low,
-        )  # fmt: skip
-    else:
-        out = kernel.forward(
-            x, weight, bias, add, fill, p.outer,
-            inner=p.inner, rows=rows, per_element=per_element, outer_fast=p.scalar,
-            out_dtype=out_dtype, winner_dtype=winner_dtype, positions=low,
-        )  # fmt: skip
+    outer, more = _epilogue(p, rows, per_element)
+    out = kernel.forward(
+        x, weight, bias, add, fill, outer,
+        out_dtype=out_dtype, winner_dtype=winner_dtype, positions=low, **more,
+    )  # fmt: skip
     return *out, per_element
+
+
+def _epilogue(p: Plan, rows, per_element) -> tuple[Program, dict[str, Any]]:
+    """What the kernels run after the maximum, and what they need for the sequences that the fast path does not take."""
+    if p.exhaustive:
+        return p.scalar, {}
+    general = {"inner": p.inner, "rows": rows, "per_element": per_element, "outer_fast": p.scalar}
+    return p.outer, general
 
 
 def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
@@ -264,14 +266,8 @@ def _backward(
 def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, needs):
     from ..kernels.splade_head import backward as kernel
 
-    p = low.plan
-    if p.hoists and p.exhaustive:
-        return kernel.backward(grad, x, weight, bias, winner, peak, p.scalar, needs=tuple(needs))
-    return kernel.backward(
-        grad, x, weight, bias, winner, peak, p.outer,
-        inner=p.inner, rows=rows, per_element=low.per_element, outer_fast=p.scalar,
-        needs=tuple(needs),
-    )  # fmt: skip
+    outer, more = _epilogue(low.plan, rows, low.per_element)
+    return kernel.backward(grad, x, weight, bias, winner, peak, outer, needs=tuple(needs), **more)
 
 
 class _SpladeHead(torch.autograd.Function):

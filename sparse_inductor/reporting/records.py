@@ -75,7 +75,7 @@ class Report:
         self._rewrites: list[Rewrite] = []
         self._near_misses: list[NearMiss] = []
         self._pending: list[Pending] = []
-        self._profiles: dict[int, Any] = {}
+        self._live: dict[Callable[[], list[Pending]], None] = {}
         self._checks: list[Check] = []
         self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
@@ -113,15 +113,16 @@ class Report:
     def pending(self) -> list[Pending]:
         """Blocks that were recognised and run as written for now, with what was counted last."""
         with self._lock:
-            live = [one for profile in self._profiles.values() for one in profile.pending()]
-            return [*self._pending, *live]
+            return [*self._pending, *(one for pending in self._live for one in pending())]
 
-    def add_pending(self, pending: Iterable[Pending], profile: Any = None) -> None:
-        """Record blocks of one graph that run as written; those of a profile as it finds them when it is asked."""
+    def add_pending(
+        self, pending: Iterable[Pending], live: Callable[[], list[Pending]] | None
+    ) -> None:
+        """Record blocks of one graph that run as written; `live` says of more of them when it is asked."""
         with self._lock:
             self._pending.extend(pending)
-            if profile is not None:
-                self._profiles[id(profile)] = profile
+            if live is not None:
+                self._live.setdefault(live)
 
     @property
     def checks(self) -> list[Check]:

@@ -270,7 +270,7 @@ _lib = define(
 _OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.verified_backward
 
 
-def guard(watch: Watch, check: Check, report: Report, top: bool = False) -> None:
+def guard(watch: Watch, check: Check, report: Report, top: bool) -> None:
     """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found. top: its
     results are those of a topk (`Region.top`)."""
     key = f"{check.pattern} {next(_numbers)}"
