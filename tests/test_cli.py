@@ -48,10 +48,6 @@ def both(): return Both(), ARGS
 """
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "COLUMNS": "100"}
-
-
 def command(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return python("-m", "sparse_inductor", *arguments, cwd=cwd, COLUMNS="100")
 
@@ -59,7 +55,8 @@ def command(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 def in_a_terminal(*arguments: str, cwd: Path) -> str:
     """What the command writes to a terminal."""
     master, terminal = pty.openpty()
-    env = {**environment(), "TERM": "xterm-256color"}
+    path = f"{ROOT}{os.pathsep}{TESTS}"
+    env = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100", "TERM": "xterm-256color"}
     with subprocess.Popen(
         [sys.executable, "-m", "sparse_inductor", *arguments],
         env=env, cwd=cwd, stdin=terminal, stdout=terminal, stderr=terminal,

@@ -56,6 +56,9 @@ def _diff(before: list[str], after: list[str]) -> str:
     return "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm="", n=3))
 
 
+BREAKS = "graph breaks: no rewrite reaches across them"
+
+
 @dataclasses.dataclass(frozen=True)
 class GraphBreak:
     """A place where torch.compile ended a graph; no rewrite can reach across it."""
@@ -63,6 +66,11 @@ class GraphBreak:
     location: str
     reason: str
     source: str = ""
+
+    @property
+    def why(self) -> str:
+        """The first line of the reason."""
+        return (self.reason.splitlines() or [""])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,26 +113,22 @@ class Explanation:
                 )
             )
             styles.append("fail" if check and check.verdict == "differs" else "")
-        if rows:
-            headers = ("where", "replaced", "saved for backward", "active", "checked")
-            print_table(headers, rows, "rewritten", styles)
-        as_they_are: tuple[tuple[Sequence[Pending | NearMiss], str], ...] = (
-            (report.pending, AS_WRITTEN),
-            (report.near_misses, "not rewritten, but nearly"),
-        )
-        for found, title in as_they_are:
-            left = [
-                (f.pattern, f"{f.location}\n{f.source}", f.reason) for f in dict.fromkeys(found)
-            ]
-            if left:
-                print_table(("pattern", "where", "because"), left, title)
-        breaks = [
-            (f"{b.location}\n{b.source}", (b.reason.splitlines() or [""])[0])
-            for b in self.graph_breaks
-        ]
-        if breaks:
-            title = "graph breaks: no rewrite reaches across them"
-            print_table(("where", "because"), breaks, title)
+
+        def left(found: Sequence[Pending | NearMiss]) -> list[tuple[str, ...]]:
+            places = dict.fromkeys(found)
+            return [(f.pattern, f"{f.location}\n{f.source}", f.reason) for f in places]
+
+        breaks = [(f"{b.location}\n{b.source}", b.why) for b in self.graph_breaks]
+        rewritten = ("where", "replaced", "saved for backward", "active", "checked")
+        as_it_is = ("pattern", "where", "because")
+        for title, headers, lines in (
+            ("rewritten", rewritten, rows),
+            (AS_WRITTEN, as_it_is, left(report.pending)),
+            ("not rewritten, but nearly", as_it_is, left(report.near_misses)),
+            (BREAKS, as_it_is[1:], breaks),
+        ):
+            if lines:
+                print_table(headers, lines, title, styles if lines is rows else ())
         for graph in self.graphs:
             if graph.short_diff:
                 print_diff(graph.short_diff)
@@ -141,12 +145,10 @@ class Explanation:
             return f"{none}\n\n{self.report}" if self.report else none
         parts = [str(self.report)]
         if self.graph_breaks:
-            lines = ["graph breaks: no rewrite reaches across them"]
+            lines = [BREAKS]
             for one in self.graph_breaks:
                 lines.append(f"  {one.location}")
-                lines += [
-                    f"      {text}" for text in (one.source, one.reason.splitlines()[0]) if text
-                ]
+                lines += [f"      {text}" for text in (one.source, one.why) if text]
             parts.append("\n".join(lines))
         if self.diff:
             parts.append(self.diff)

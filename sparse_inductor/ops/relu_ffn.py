@@ -213,7 +213,12 @@ def _empty_packed(x: Tensor, N, gated: bool, popular: int) -> aten.Packed:
     )
 
 
-def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, popular=0):
+def _run(
+    train, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
+    residual=None, popular=0,
+):  # fmt: skip
+    """(y, statistics, what is packed)."""
+    weights = (gate, gate_bias, up, up_bias, down, down_bias)
     _check(x, *weights, residual=residual, popular=popular)
     block = _block(weights, gate_steps, up_steps)
     lead = x.shape[:-1]
@@ -236,19 +241,13 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, popular=
     return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), packed
 
 
-def _infer(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    residual=None, popular=0,
-):  # fmt: skip
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    return _run(x, weights, gate_steps, up_steps, stats, False, residual, popular)[:2]
+def _infer(*call):
+    return _run(False, *call)[:2]
 
 
-def _train(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, popular=0
-):
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    y, numbers, p = _run(x, weights, gate_steps, up_steps, stats, True, popular=popular)
+def _train(*call):
+    without_residual = (*call[:10], None, *call[10:])
+    y, numbers, p = _run(True, *without_residual)
     return y, numbers, *_fields(p)
 
 

@@ -15,7 +15,8 @@ LINES = 120
 
 def failure(headline: str, details: Iterable[str], explanation: Explanation) -> str:
     """The message: what was expected, what is known about it, the graphs."""
-    parts = [headline, *details, *map(_break, explanation.graph_breaks)]
+    breaks = (f"graph break at {b.location}: {b.why}" for b in explanation.graph_breaks)
+    parts = [headline, *details, *breaks]
     if not explanation.graphs:
         parts.append("torch.compile captured no graph of this function")
     for at, graph in enumerate(explanation.graphs):
@@ -48,11 +49,6 @@ def shown_rewrites(source: Explanation | Report, patterns: Iterable[str]) -> str
     names = set(patterns)
     found = [r for r in report.rewrites if r.pattern in names]
     return "\n".join(["rewritten:", *(f"  {r.pattern}\n{rewrite_text(r)}" for r in found)])
-
-
-def _break(one: object) -> str:
-    location, reason = getattr(one, "location", "?"), getattr(one, "reason", "")
-    return f"graph break at {location}: {reason.splitlines()[0] if reason else ''}"
 
 
 def _cut(lines: Iterable[str]) -> str:
