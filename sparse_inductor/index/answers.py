@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..threads import apart
 from .contents import Contents
 from .documents import as_tensor, candidate_ids, marked
-from .queries import Queries
+from .queries import Queries, queries_of
 
 if TYPE_CHECKING:
     from .segment import Segment
     from .sparse_index import SparseIndex
 
 
+@apart
 def search(
-    index: SparseIndex, given: Queries, k: int, allow: Any, deny: Any
+    index: SparseIndex, queries: Any, k: int, allow: Any, deny: Any
 ) -> tuple[Tensor, Tensor]:
     """See `SparseIndex.search`."""
-    ops = torch.ops.sparse_inductor
+    given, ops = queries_of(queries, index.num_terms, index.device), torch.ops.sparse_inductor
     if compat.exporting():
         q = given.dense(index.device).detach()
         postings, counts, barred = index.operands(allow, deny)

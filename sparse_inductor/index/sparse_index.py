@@ -261,13 +261,8 @@ class SparseIndex(nn.Module):
             IndexError: an id that was never given, a mask of more documents than there are or of other queries.
         """
         first = as_count(offset, "offset")
-        found = self._search(queries, as_count(k, "k") + first, allow, deny)
+        found = answers.search(self, queries, as_count(k, "k") + first, allow, deny)
         return answers.page(*found, first, min_score)
-
-    @apart
-    def _search(self, queries: Any, k: int, allow: Any, deny: Any) -> tuple[Tensor, Tensor]:
-        given = queries_of(queries, self.num_terms, self.device)
-        return answers.search(self, given, k, allow, deny)
 
     @apart
     def scores(self, queries: Any, documents: Any = None) -> Tensor:
