@@ -23,7 +23,7 @@ from ..policy.worth import Policy
 from ..private_copy import private_copy
 from ..reporting.findings import Density, NearMiss, Pending, bytes_text
 from ..reporting.graphs import GraphNode, describe
-from ..reporting.records import AS_WRITTEN, Report, found_of
+from ..reporting.records import AS_WRITTEN, NEARLY, Report, found_of
 from ..reporting.source import source_at
 from ..rewrite import RewritePass
 from ..slots import slot_value
@@ -124,7 +124,7 @@ class Explanation:
         for title, headers, lines in (
             ("rewritten", rewritten, rows),
             (AS_WRITTEN, as_it_is, left(report.pending)),
-            ("not rewritten, but nearly", as_it_is, left(report.near_misses)),
+            (NEARLY, as_it_is, left(report.near_misses)),
             (BREAKS, as_it_is[1:], breaks),
         ):
             if lines:

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import compat, layers
@@ -241,6 +241,8 @@ class Report:
 
 # Over the blocks of `Report.pending`.
 AS_WRITTEN = 'as written for now (policy="always" rewrites it)'
+# Over those of `Report.near_misses`.
+NEARLY = "not rewritten, but nearly"
 
 _process_wide = Report()
 
@@ -288,11 +290,17 @@ def log_graph(
 
 
 def _render(report: Report) -> list[str]:
-    kept = [f"  {c}" for c in _collections(report)]
-    kept = ["", "collections", *kept] if kept else []
-    fallen = layers.fallbacks()
-    slower = ["", "slower, because a kernel fails", *(f"  {f}" for f in fallen)] if fallen else []
-    return [*_found(report), *kept, *slower]
+    return [
+        *_found(report),
+        *_section("collections", ([f"  {c}"] for c in _collections(report))),
+        *_section("slower, because a kernel fails", ([f"  {f}"] for f in layers.fallbacks())),
+    ]
+
+
+def _section(title: str, entries: Iterable[list[str]]) -> list[str]:
+    """The lines of some entries under a title; none where there are no entries."""
+    lines = [line for entry in entries for line in entry]
+    return ["", title, *lines] if lines else []
 
 
 def _collections(report: Report) -> list[Collection]:
@@ -315,24 +323,18 @@ def _found(report: Report) -> list[str]:
         f"sparse_inductor: {count_text(rewrites, 'rewrite')}, {count_text(near_misses, 'near miss')} in "
         f"{count_text(report.graphs, 'graph')}; the pass took {report.pass_ms:.1f} ms"
     ]
-    wrong = [c for c in report.checks if c.verdict == "differs"]
-    if wrong:
-        lines += ["", "caught by verify: the unrewritten result is used"]
-        for check in wrong:
-            lines += at_line(check, check.detail)
+    wrong = (at_line(c, c.detail) for c in report.checks if c.verdict == "differs")
+    lines += _section("caught by verify: the unrewritten result is used", wrong)
     for name in dict.fromkeys(r.pattern for r in rewrites):
-        mine = Counter(r for r in rewrites if r.pattern == name)
-        lines += ["", name]
-        for rewrite, times in mine.items():
-            lines += rewrite_lines(rewrite, times, *found_of(report, rewrite))
-    if pending := report.pending:
-        lines += ["", AS_WRITTEN]
-        for one, times in Counter(pending).items():
-            lines += at_line(one, one.reason, times_text(times))
-    if near_misses:
-        lines += ["", "not rewritten, but nearly"]
-        for miss, times in Counter(near_misses).items():
-            lines += at_line(miss, miss.reason, times_text(times))
+        mine = Counter(r for r in rewrites if r.pattern == name).items()
+        lines += _section(name, (rewrite_lines(r, n, *found_of(report, r)) for r, n in mine))
+    as_they_are: tuple[tuple[str, Sequence[Pending | NearMiss]], ...] = (
+        (AS_WRITTEN, report.pending),
+        (NEARLY, near_misses),
+    )
+    for title, found in as_they_are:
+        counted = Counter(found).items()
+        lines += _section(title, (at_line(f, f.reason, times_text(n)) for f, n in counted))
     return lines
 
 
