@@ -22,6 +22,7 @@ from torch import nn
 from . import __version__, compat, layers, ops
 from .explanation.explain import explained
 from .index import SparseIndex
+from .kernels.common.arch import compute_capability
 from .notices import described
 from .pattern import Pattern, registered
 from .reporting.console import print_table, print_text
@@ -285,13 +286,9 @@ def _path(probe: _Probe, device: torch.device) -> Finding:
     if fallen:
         path = {layers.Layer.PORTABLE: "portable Triton kernels", layers.Layer.ATEN: "ATen"}
         return Finding(group, name, f"{path[fallen[-1].layer]} ({took})", "warn", str(fallen[-1]))
-    own = probe.own is not None and probe.own[0] <= _capability(device) < probe.own[1]
+    own = probe.own is not None and probe.own[0] <= compute_capability(device) < probe.own[1]
     kernels = "kernels of this architecture" if own else "portable Triton kernels"
     return Finding(group, name, f"{kernels} ({took})")
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 # --- Patterns and operators -----------------------------------------------------------------------

@@ -58,7 +58,8 @@ class Queries:
         if self.rows is None:
             yield self.dense(device)
             return
-        step = max(1, _most_bytes(device) // (4 * self.num_terms))
+        most = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
+        step = max(1, most // (4 * self.num_terms))
         for first in range(0, max(self.rows.count, 1), step):
             last = min(first + step, self.rows.count)
             yield self._spread(self.rows.part(first, last), device)
@@ -109,10 +110,6 @@ def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool 
     if entries.width is not None:
         _check_shape((entries.count, entries.width), V)
     return _sparse(entries, V, single=False)
-
-
-def _most_bytes(device: torch.device) -> int:
-    return _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
 
 
 def _spreads(shape: Any, device: torch.device) -> bool:

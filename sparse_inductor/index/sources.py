@@ -83,10 +83,11 @@ def collection_of(source: Any, num_terms: int | None, first: int = 0) -> tuple[i
     Raises TypeError for anything else, ValueError for unknown term ids and weights that are NaN or infinite.
     """
     whole = entries_of(source)
-    if whole is not None and not _is_row(source):
-        return num_terms or _width(whole), _checked(whole, num_terms or _width(whole), first)
     if whole is not None:
-        raise ValueError(f"a matrix must be [N, V], got shape {tuple(source.shape)}")
+        if len(source.shape) == 1:
+            raise ValueError(f"a matrix must be [N, V], got shape {tuple(source.shape)}")
+        num_terms = num_terms or _width(whole)
+        return num_terms, _checked(whole, num_terms, first)
     if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
         raise TypeError(
             "documents must be a scipy or torch sparse matrix [N, V], a dense tensor or array [N, V], or an iterable "
@@ -284,10 +285,6 @@ def _describe(value: Any) -> str:
     text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple, dict)) else ""
     kind = type(value).__name__
     return f"{kind} {text}" if 0 < len(text) <= 60 else kind
-
-
-def _is_row(source: Any) -> bool:
-    return len(source.shape) == 1
 
 
 def _width(entries: Entries) -> int:
