@@ -219,9 +219,8 @@ def test_what_cannot_be_explained_is_said_in_one_line(tmp_path, monkeypatch, cap
     assert main(["explain", target]) == 2
     *logged, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"cannot {said}")
-    assert (
-        not logged or "_subclasses/fake_tensor.py" in logged[0]
-    )  # torch 2.14 logs a shape that fails
+    # torch 2.14 logs a shape that fails.
+    assert not logged or "_subclasses/fake_tensor.py" in logged[0]
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_runs(tmp_path, capsys):

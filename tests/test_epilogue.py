@@ -150,9 +150,8 @@ def test_a_function_is_torchs(name):
     program = parse(FUNCTIONS[name].steps(*{**defaults, **given}.values()))
     function = getattr(F, name, None) or getattr(torch, name)
     check_program(program, lambda x: function(x, **given))
-    if (
-        FUNCTIONS[name].kind == "rectifier" and name != "leaky_relu"
-    ):  # with negative_slope=0, it is one
+    # With negative_slope=0, leaky_relu is one.
+    if FUNCTIONS[name].kind == "rectifier" and name != "leaky_relu":
         assert zero_threshold(parse(FUNCTIONS[name].steps(*[0.0] * len(defaults)))) == 0
 
 

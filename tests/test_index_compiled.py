@@ -66,9 +66,8 @@ def test_segments_and_chunks(monkeypatch):
     index = SparseIndex.build(dense)
     assert len(index.operands()[1]) == 3
     deny = (torch.rand(50_000, 2, generator=g) < 0.3).T  # whose rows do not lie in one piece
-    few = torch.tensor(
-        [45_001, 16_384, 16_383, 45_000, 45_001]
-    )  # of no document from 20,000 on for a while
+    # Of no document from 20,000 on for a while.
+    few = torch.tensor([45_001, 16_384, 16_383, 45_000, 45_001])
     for k in (1, 100, 5000):
         for threads in (1, 2):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

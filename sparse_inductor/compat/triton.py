@@ -265,9 +265,8 @@ def _encoded(descriptor: Any, metadata: Any) -> tuple[Any, ...]:
     if metadata is None:
         raise ValueError("a tensor descriptor without a tensor map")
     encode: Any = driver.make_tensordesc_arg
-    more = (
-        len(inspect.signature(encode).parameters) - 2
-    )  # since Triton 3.7 there is another one, which is not used
+    # Since Triton 3.7 there is another one, which is not used.
+    more = len(inspect.signature(encode).parameters) - 2
     tensor_map, *numbers = encode(descriptor, metadata, *[None] * more)
     # The object ends with the map.
     at = id(tensor_map) + type(tensor_map).__basicsize__ - _TENSOR_MAP

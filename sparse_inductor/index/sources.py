@@ -193,9 +193,8 @@ def _entries_of_tensor(t: Tensor) -> Entries:
         terms = torch.repeat_interleave(t.ccol_indices().diff(), output_size=row.numel())
     else:
         dense = to_dense(t)
-        there = (
-            dense if dense.dim() == 2 else dense[None]
-        ).bool()  # torch has nonzero for few dtypes
+        # As booleans: torch has nonzero for few dtypes.
+        there = (dense if dense.dim() == 2 else dense[None]).bool()
         row, terms = there.nonzero().unbind(1)
         weights = dense[row, terms] if dense.dim() == 2 else dense[terms]
     if row is None:

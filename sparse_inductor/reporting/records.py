@@ -157,13 +157,15 @@ class Report:
         with self._lock:
             self._clear()
 
+    def _is_current(self, compile: object | None) -> bool:
+        return compile is not None and self._compile is not None and self._compile() is compile
+
     def unseen(self, near_misses: Iterable[NearMiss], compile: object | None) -> list[NearMiss]:
         """The near misses that this compile (any object) has not shown before."""
         with self._lock:
             # One line can reach the pass several times within a compile: a body called twice is two
             # graphs.
-            same = compile is not None and self._compile is not None and self._compile() is compile
-            seen = self._seen if same else ()
+            seen = self._seen if self._is_current(compile) else ()
             return [miss for miss in dict.fromkeys(near_misses) if miss not in seen]
 
     def add(
@@ -177,7 +179,7 @@ class Report:
         """Record one graph of a compile (any object), which shows a near miss once."""
         with self._lock:
             new = self.unseen(near_misses, compile)
-            if compile is None or self._compile is None or self._compile() is not compile:
+            if not self._is_current(compile):
                 self._compile = None if compile is None else weakref.ref(compile)
                 self._seen, self._first = set(), len(self._rewrites)
             self._seen.update(new)
