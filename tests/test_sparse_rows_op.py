@@ -33,8 +33,7 @@ def test_values_and_gradients(k):
     given = tensors()
     want, got = written(*given, k), by_operators(*given, k)
     torch.testing.assert_close(got, want)
-    for a, b in zip(*(torch.autograd.grad(y.square().sum(), given) for y in (got, want))):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), given) for y in (got, want)))
 
 
 @pytest.mark.parametrize("row", [torch.nan, torch.inf])
@@ -67,8 +66,9 @@ def test_a_shift_and_its_gradient(of_rows):
     values, indices = ops.topk_encode(x, w_enc.t(), b_enc, k=3, shift=shift)
     want = ((x - shift) @ w_enc + b_enc).gather(-1, indices)
     torch.testing.assert_close(values, want)
-    for a, b in zip(*(torch.autograd.grad(y.square().sum(), given) for y in (values, want))):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.square().sum(), given) for y in (values, want))
+    )
     with torch.no_grad():
         again = ops.topk_encode(x, w_enc.t(), b_enc, k=3, shift=shift)
     torch.testing.assert_close(again, (values, indices))
@@ -80,8 +80,9 @@ def test_a_product_that_is_given_is_not_made_again():
     values, indices = ops.topk_encode(x, w_enc.t(), b_enc, k=3, scores=scores)
     torch.testing.assert_close((values, indices), tuple(scores.topk(3)))
     want = (x @ w_enc + b_enc).gather(-1, indices)
-    for a, b in zip(*(torch.autograd.grad(y.sum(), (x, w_enc, b_enc)) for y in (values, want))):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.sum(), (x, w_enc, b_enc)) for y in (values, want))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
