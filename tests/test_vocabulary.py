@@ -178,6 +178,14 @@ _PRODUCTS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         lambda a, b: torch.einsum("bid,bjd->bij", a, b),
         (A, tensor(2, 3, 4)),
     ),
+    "einsum_of_numbers": (
+        lambda a, b: torch.einsum(a, [1, 0, 3], b, [1, 5, 3], [1, 5, 0]),
+        (A, tensor(2, 3, 4)),
+    ),
+    "einsum_of_numbers_and_ellipsis": (
+        lambda a, w: torch.einsum(a, [..., 3], w, [7, 3]),
+        (A, W),
+    ),
     "einsum_outer": (lambda v, b: torch.einsum("i,j->ji", v, b), (V1, BIAS)),
     "tensordot_number": (lambda a, b: torch.tensordot(a, b, 2), (tensor(3, 5, 4), tensor(5, 4, 2))),
     "conv2d": (

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import string
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -371,6 +373,8 @@ def canonical(node: fx.Node) -> Call | None:
         return Call("metadata", {"input": args[0], "name": name}) if args else None
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
+    if name == "einsum":
+        args = _with_equation(args)
     if name in _SPLITS and args and isinstance(fake(args[0]), torch.Tensor):
         how = [*args[1:], *kwargs.values()]
         args, kwargs = (args[0], *how, min(_SPLITS[name], fake(args[0]).dim() - 1)), {}
@@ -394,6 +398,22 @@ def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
     at = len(args) - 1
     given = at >= _TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
     return at if given else None
+
+
+def _with_equation(args: tuple) -> tuple:
+    """An einsum's arguments, each operand followed by the numbers of its axes and those of the result last, as an
+    equation and operands."""
+    if not args or isinstance(args[0], str):
+        return args
+    operands, axes = args[: len(args) // 2 * 2 : 2], args[1::2]
+    equation = ",".join(map(_letters, axes))
+    return (f"{equation}->{_letters(args[-1])}" if len(args) % 2 else equation, *operands)
+
+
+def _letters(axes: Iterable[Any]) -> str:
+    """The letters that torch.einsum takes for the numbers of axes."""
+    letters = string.ascii_uppercase + string.ascii_lowercase
+    return "".join("..." if n is Ellipsis else letters[n] for n in axes)
 
 
 def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:
