@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -423,6 +426,25 @@ REFUSED = {
 def test_arguments_that_the_package_refuses(name):
     with only("entmax"), pytest.raises(TypeError):
         torch.compile(REFUSED[name], backend="eager")(torch.randn(3, 5))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda z: entmax.normmax_bisect(z, 2, dim=-1),
+        lambda z: entmax.NormmaxBisect(alpha=2)(z),
+        lambda z: entmax.SparsemaxLoss()(z, z.argmax(-1)),
+    ],
+    ids=["normmax", "module", "loss"],
+)
+def test_what_is_no_entmax_is_reported_once_where_it_is_called(other):
+    z = torch.randn(3, 7, requires_grad=True)
+    with only("entmax") as report:
+        with contextlib.suppress(InternalTorchDynamoError):  # Dynamo cannot trace the losses
+            compile_without_codegen(other)(z)
+        (miss,) = report.near_misses
+    assert miss.location.startswith("test_entmax_dynamo.py") and not report.rewrites
+    assert "entmax." in miss.source
 
 
 def test_nothing_is_left_behind():

@@ -18,6 +18,7 @@ _PASSING_ON = tuple(
     for parts in (
         ("sparse_inductor", "match", "entmax", "leaves.py"),
         ("entmax", "activations.py"),
+        ("entmax", "losses.py"),
         ("entmax", "root_finding.py"),
     )
 )

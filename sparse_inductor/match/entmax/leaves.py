@@ -8,7 +8,9 @@ Copies of the package in other repositories keep the class methods: those Dynamo
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +34,8 @@ _LEAVES = {
     "sparsemax_bisect_loss": 3,
     "entmax_bisect_loss": 4,
 }
+# How the names of the package's modules begin, in lower case, that are no entmax.
+_OTHERS = {"losses": ("",), "root_finding": ("normmax", "budget")}
 # Of empty rows PyTorch refuses to look for the maximum when it runs; these divide by their size when they are traced.
 _DIVIDES = ("entmax_bisect", "sparsemax_bisect", "normmax_bisect")
 
@@ -93,6 +97,27 @@ def _traced(own, leaf, count):
     traced: Any = call
     traced.__signature__ = signature
     return traced
+
+
+def compiles_another() -> bool:
+    """Whether Dynamo compiles by itself what the package has that is no entmax: its caller's graph ended at the call,
+    which was reported there."""
+    package = sys.modules.get("entmax")
+    return package is not None and compat.current_code() in _others(package)
+
+
+@functools.cache
+def _others(package: types.ModuleType) -> frozenset[types.CodeType]:
+    """The code of the losses, of normmax and of budgets, with that of their classes."""
+    parts = [
+        part
+        for module, names in _OTHERS.items()
+        for name, part in inspect.getmembers(getattr(package, module, None))
+        if name.lower().startswith(names) and inspect.getmodule(part) is getattr(package, module)
+    ]
+    methods = [m for part in parts if isinstance(part, type) for m in vars(part).values()]
+    functions = [getattr(part, "__func__", part) for part in (*parts, *methods)]
+    return frozenset(f.__code__ for f in functions if isinstance(f, types.FunctionType))
 
 
 _users: set[object] = set()

@@ -31,6 +31,7 @@ from ...graph.vocabulary import COPIES, SPREADS
 from ...pattern import Sparse
 from ..chains.terms import widened
 from .form import ENDS, Candidate, Form, form, unshifted
+from .leaves import compiles_another
 from .trial import Trial
 
 LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
@@ -146,7 +147,7 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
 
 
 def _transform(view: GraphView, node: fx.Node) -> Transform | None:
-    if not view.is_tensor(node) or not view.dtype(node).is_floating_point:
+    if not view.is_tensor(node) or not view.dtype(node).is_floating_point or compiles_another():
         return None
     call = view.call(node)
     if call.name in _OTHERS:
