@@ -134,7 +134,9 @@ class GraphRun:
                 )
                 for c in reversed(self._done)
             ]
-        matched_nodes = {node for c in self._done for node in c.nodes}
+        # What another pattern makes of a node, or would if that were faster, answers a miss there.
+        pending = [c for c, yes in zip(found, now) if not yes]
+        matched_nodes = {node for c in (*self._done, *pending) for node in c.nodes}
         self.near_misses += [
             near_miss(name, miss, anchor)
             for name, miss, anchor in misses

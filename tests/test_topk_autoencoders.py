@@ -82,6 +82,15 @@ def to_something_else(s, x):
     return f @ s.W_dec + x @ s.W_enc[:, :8]
 
 
+@pytest.mark.parametrize("policy", ["auto", "never"])
+def test_one_that_runs_as_written_is_no_near_miss_of_a_feed_forward_block(policy):
+    report = sparse_inductor.report()
+    report.clear()
+    with sparse_inductor.enabled(policy=policy):
+        compile_without_codegen(Autoencoder(plain))(torch.randn(2, 3, 8))
+    assert not report.rewrites and not report.near_misses
+
+
 @pytest.mark.parametrize(
     "program",
     [
