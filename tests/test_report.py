@@ -38,6 +38,12 @@ def line_of(fn) -> str:
 # Records
 
 
+def test_a_block_whose_activations_vanish_is_no_attention():
+    up, down = torch.randn(8, 4), torch.randn(4, 8)
+    found = sparse_inductor.explain(lambda x: torch.relu(x @ up.T) * 1e-25 @ down.T, X[None])
+    assert not any("entmax" in miss.pattern for miss in found.report.near_misses)
+
+
 def test_a_rewrite_says_what_where_and_of_what():
     sparse_inductor.enable(only="toy")
     captured(relu_of_sum, X)

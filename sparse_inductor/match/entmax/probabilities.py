@@ -122,9 +122,7 @@ class Probabilities:
             return None
         self.factors.append(scaled[1])
         scale = math.prod(f for f in self.factors if isinstance(f, float))
-        if extreme(scale):
-            raise NoMatch(f"the probabilities are multiplied by {scale:g}", node)
-        return scaled[0]
+        return None if extreme(scale) else scaled[0]
 
     def _divided(self, node: fx.Node, call: Call) -> fx.Node | None:
         """The values that a node divides by their sum over one axis; None where it does not."""

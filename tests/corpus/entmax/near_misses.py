@@ -338,6 +338,11 @@ def empty_rows_divided_by_zero(q, k, v, dropped):
     return p / p.sum(-1, keepdim=True) @ v
 
 
+@attention("mul changes the probabilities", modes=INFER, at="* 1e-25")
+def factor_that_may_vanish(q, k, v, mask):
+    return entmax.entmax15(q @ k.mT * SCALE, dim=-1) * 1e-25 @ v
+
+
 @attention("probabilities are changed in place", modes=INFER, at="p = ")
 def zeroed_in_place(q, k, v, mask):
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
