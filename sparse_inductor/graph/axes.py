@@ -92,7 +92,7 @@ def beside(
     """A tensor as `reader` sees it, which broadcasts to one with `axes`. Raises NoMatch."""
     seen = view.value(node, reader)
     if seen is None:
-        raise NoMatch(f"{label(node)} is changed in place through a view of it", reader)
+        raise NoMatch(f"{label(node)} is {view.changed(node, reader)}", reader)
     shape = view.shape(seen)
     if len(shape) > len(axes):
         raise NoMatch("an operand has more axes than the scores", reader)

@@ -323,6 +323,10 @@ class Effects:
         writer, target = events[-1]
         return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
+    def last_write(self, node: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The last write that `reader` may see when it reads `node`: the writer, and the tensor that it is given."""
+        return self._between(node, self._order[node], self._order[reader])[-1]
+
     def unchanged(
         self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
     ) -> bool:

@@ -51,7 +51,7 @@ def walk_back(
         raise NoMatch(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
-        raise NoMatch(f"{label(node)} is changed in place through a view of it", node)
+        raise NoMatch(f"{label(node)} is {view.changed(node, reader)}", node)
     # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
     found = view.walked.get((walk, seen))
     if found is None:

@@ -67,7 +67,7 @@ def read_scores(
         raise NoMatch("the chain of operations is too long", source)
     node = view.value(source, reader)
     if node is None:
-        raise NoMatch("the scores are changed in place through a view of them", source)
+        raise NoMatch(f"the scores are {view.changed(source, reader, 'them')}", source)
     product = contraction(view, node)
     if product is not None and product.of_matrices and product.bias_dim == -1:
         return _start(view, product, list(axes))

@@ -243,6 +243,14 @@ def one_neuron_of_one_sequence_ablated(x, m):
     return m.down(h)
 
 
+@miss("relu is changed in place by _foreach_mul", modes=INFER, at="h = F.relu")
+def scaled_in_a_list(x, m):
+    """A write whose call does not return what it wrote"""
+    h = F.relu(m.up(x))
+    torch._foreach_mul_([h], 2.0)
+    return m.down(h)
+
+
 @program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate, up = h[")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with what was scaled in place"""
