@@ -10,8 +10,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+# How long examples take says nothing here.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 # Before anything imports triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():

@@ -36,7 +36,7 @@ def rows(draw, dtype=torch.float32):
     return x.to(dtype)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows(), ALPHAS)
 def test_on_the_simplex(x, alpha):
     p = entmax(x, alpha)
@@ -44,7 +44,7 @@ def test_on_the_simplex(x, alpha):
     assert (p.double().sum(-1) - 1).abs().max() < 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows(), ALPHAS)
 def test_order_is_preserved(x, alpha):
     sorted_x, order = x.sort(-1)
@@ -56,7 +56,7 @@ def test_order_is_preserved(x, alpha):
     assert (step.abs() <= ulps)[ties].all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows(torch.float64), ALPHAS)
 def test_optimality(x, alpha):
     """p_i^(alpha - 1) / (alpha - 1) = x_i - lambda on the support, x_i <= lambda off it: the KKT conditions."""
@@ -69,7 +69,7 @@ def test_optimality(x, alpha):
     assert (x <= level + (1e-9) ** (alpha - 1) / (alpha - 1) + tolerance)[~support].all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows())
 def test_alpha_to_one_is_softmax(x):
     errors = [
@@ -78,7 +78,7 @@ def test_alpha_to_one_is_softmax(x):
     assert errors[1] < max(2e-6, 0.1 * errors[0]) and errors[2] < 5e-6
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows(torch.float64))
 def test_large_alpha_is_argmax(x):
     top = x.topk(min(2, x.shape[-1])).values
@@ -87,7 +87,7 @@ def test_large_alpha_is_argmax(x):
     assert (p.argmax(-1) == x.argmax(-1)).all() and p.amax(-1).min() > 1 - 1e-9
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows(torch.float64), ALPHAS)
 def test_gradients_sum_to_zero_and_stay_on_the_support(x, alpha):
     x = x.requires_grad_()

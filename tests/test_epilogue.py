@@ -17,9 +17,7 @@ from sparse_inductor.epilogue.steps import ROW, Step, dual, parse, render, run, 
 from sparse_inductor.epilogue.zero_threshold import zero_threshold
 
 INF = math.inf
-QUICK = settings(
-    derandomize=True, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck)
-)
+QUICK = settings(derandomize=True, max_examples=200, suppress_health_check=list(HealthCheck))
 
 # --- Text form ------------------------------------------------------------------------------------
 

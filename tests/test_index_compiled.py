@@ -44,7 +44,7 @@ def alike(index: SparseIndex, q: Tensor, k: int, **filters) -> None:
     assert torch.equal(mine[0].nan_to_num(7.0), theirs[0].nan_to_num(7.0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 99), n=st.integers(0, 300), k=st.integers(0, 40), b=st.integers(1, 3),
     steps=st.sampled_from([1, 3, 10**6]), barred=st.sampled_from([0.0, 0.1, 0.75, 0.99, 1.0]),

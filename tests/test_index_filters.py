@@ -29,7 +29,7 @@ def agrees(found: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(found[1], want[1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     allow=st.none() | st.sets(st.integers(0, N - 1)),
     deny=st.none() | st.sets(st.integers(0, N - 1)),

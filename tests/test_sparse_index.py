@@ -37,7 +37,7 @@ def assert_true_top(index, dense, q, k, deleted=()):
     torch.testing.assert_close(scores, values, rtol=2e-7, atol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_history_gives_the_dense_result(data, tmp_path_factory):
     """Build, append, delete, vacuum, save and load in any order."""
@@ -218,7 +218,7 @@ def test_a_truncated_file_says_so(saved, tmp_path):
             SparseIndex.load(cut)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_changed_bit_is_found(at, bit, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bits")

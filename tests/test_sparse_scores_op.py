@@ -89,7 +89,7 @@ def test_negative_ids_count_from_the_end_as_in_indexing():
     torch.testing.assert_close(sparse_scores(q, ids, values), q[:, ids].sum(-1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_top_k_is_a_stable_sort_of_the_scores(data):
     """Ties by lowest id, -0 equal to 0, NaN first, whatever the block size."""

@@ -113,7 +113,8 @@ def _others(package: types.ModuleType) -> frozenset[types.CodeType]:
         part
         for module, names in _OTHERS.items()
         for name, part in inspect.getmembers(getattr(package, module, None))
-        if name.lower().startswith(names) and inspect.getmodule(part) is getattr(package, module)
+        if name.lower().startswith(names)
+        and getattr(part, "__module__", "") == f"{package.__name__}.{module}"
     ]
     methods = [m for part in parts if isinstance(part, type) for m in vars(part).values()]
     functions = [getattr(part, "__func__", part) for part in (*parts, *methods)]
