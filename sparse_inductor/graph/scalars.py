@@ -14,6 +14,8 @@ from .names import Call
 from .no_match import NoMatch
 from .view import GraphView
 
+Scaled = tuple[Any, float]  # an operand and what it is multiplied by
+
 # A power above 1 of any of them has the gradient 0 at 0.
 RECTIFIER_STEPS = (
     Step("relu"),
@@ -65,6 +67,18 @@ def constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | N
         if c is not None and view.is_tensor(x) and (c or call.name == "mul"):
             return x, c if call.name == "mul" else 1 / c
     return None
+
+
+def sums(view: GraphView, node: Any) -> tuple[tuple[Scaled, Scaled], ...]:
+    """Both ways to read a node that is p * x + q * y, as ((x, p), (y, q)): a sum or difference with a constant alpha;
+    none of others."""
+    call = view.call(node)
+    alpha = view.const(call.get("alpha", 1), node)
+    if call.name not in ("add", "sub", "rsub") or alpha is None:
+        return ()
+    x, y = call.both_ways[call.name == "rsub"]
+    first, second = (x, 1.0), (y, alpha if call.name == "add" else -alpha)
+    return (first, second), (second, first)
 
 
 def number(view: GraphView, node: fx.Node, call: Call, key: str, default: Any = None) -> float:

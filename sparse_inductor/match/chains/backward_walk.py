@@ -20,7 +20,7 @@ from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, matches
 from ...graph.parts import detour
-from ...graph.scalars import number, scalar_steps
+from ...graph.scalars import number, scalar_steps, sums
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
@@ -225,40 +225,37 @@ class BackwardWalk:
             raise self.decline(f"{self.call.name} combines two tensors that come from linears")
         return found[0]
 
-    def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> EpilogueChain:
-        """f(a, b) with the logits in a (`forward`) or in b (`backward`); each maps (operand, constant) to terms."""
-        cb, ca = self.const(b), self.const(a)
-        if cb is not None:
-            return self.up(a).then(Element(self.node, forward(None, cb)))
-        if ca is not None:
-            return self.up(b).then(Element(self.node, backward(None, ca)))
+    def _arithmetic(self, a: Any, b: Any, terms: Callable[..., tuple]) -> EpilogueChain:
+        """f(a, b) with the logits in one of them: `terms` makes the steps of their place, 0 or 1, and of the other
+        operand or its constant."""
+        for at, (x, other) in enumerate(((a, b), (b, a))):
+            if (c := self.const(other)) is not None:
+                return self.up(x).then(Element(self.node, terms(at, None, c)))
         epilogue, at = self._pick(a, b)
-        terms = forward(b, None) if at == 0 else backward(a, None)
-        return epilogue.then(Element(self.node, terms))
+        return epilogue.then(Element(self.node, terms(at, (b, a)[at], None)))
 
     def _sum(self) -> EpilogueChain:
-        """a + k * b"""
-        k = number(self.view, self.node, self.call, "alpha", 1)
-        k = k if self.call.name == "add" else -k
-        a, b = self.call["input"], self.call["other"]
-        if self.call.name == "rsub":
-            a, b = b, a
+        """p * a + q * b"""
+        ways = sums(self.view, self.node)
+        if not ways:
+            raise self.decline("alpha= is not a constant")
+        (a, p), (b, q) = ways[0]
 
-        def forward(operand: Any, c: float | None) -> tuple:
-            return (Step("add", (k * c,)),) if c is not None else (Term("add", operand, prepare=k),)
+        def terms(at: int, operand: Any, c: float | None) -> tuple:
+            (_, own), (_, factor) = ways[at]
+            scale = () if own == 1 else (Step("mul", (own,)),)
+            if c is not None:
+                return *scale, Step("add", (factor * c,))
+            return *scale, Term("add", operand, prepare=factor)
 
-        def backward(operand: Any, c: float | None) -> tuple:
-            scale = () if k == 1 else (Step("mul", (k,)),)
-            return (*scale, Step("add", (c,)) if c is not None else Term("add", operand))
-
-        if k == 1 and (rectified := self._twice_rectified(a, b)) is not None:
+        if p == q == 1 and (rectified := self._twice_rectified(a, b)) is not None:
             return rectified
         if self.const(a) is None and self.const(b) is None:
             found = self._found(a, b)
-            summands = tuple((epilogue, (1.0, k)[at]) for epilogue, at in found)
-            if len(found) == 2 and (sums := summed(self.node, summands, self.view)):
-                return EpilogueChain(tuple(sums), ())
-        return self._arithmetic(a, b, forward, backward)
+            summands = tuple((epilogue, (p, q)[at]) for epilogue, at in found)
+            if len(found) == 2 and (joint := summed(self.node, summands, self.view)):
+                return EpilogueChain(tuple(joint), ())
+        return self._arithmetic(a, b, terms)
 
     def _twice_rectified(self, a: Any, b: Any) -> EpilogueChain | None:
         """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
@@ -278,10 +275,10 @@ class BackwardWalk:
         return self._gates(a, b) or self._times(a, b)
 
     def _times(self, a: Any, b: Any) -> EpilogueChain:
-        def terms(operand: Any, c: float | None) -> tuple:
+        def terms(at: int, operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
 
-        return self._arithmetic(a, b, terms, terms)
+        return self._arithmetic(a, b, terms)
 
     def _gates(self, a: Any, b: Any) -> EpilogueChain | None:
         return self._gate(a, b) or self._gate(b, a)
@@ -341,20 +338,18 @@ class BackwardWalk:
         if self.call.get("rounding_mode") is not None:
             raise self.decline("division that rounds")
 
-        def forward(operand: Any, c: float | None) -> tuple:
+        def terms(at: int, operand: Any, c: float | None) -> tuple:
+            if at == 1:
+                return Step("pow", (-1.0,)), Step("mul", (c,)) if c is not None else Term(
+                    "mul", operand
+                )
             if c == 0:
                 raise self.decline("division by zero")
-            return (
-                (Step("mul", (1 / c,)),)
-                if c is not None
-                else (Term("mul", operand, prepare="reciprocal"),)
-            )
+            if c is None:
+                return (Term("mul", operand, prepare="reciprocal"),)
+            return (Step("mul", (1 / c,)),)
 
-        def backward(operand: Any, c: float | None) -> tuple:
-            tail = Step("mul", (c,)) if c is not None else Term("mul", operand)
-            return Step("pow", (-1.0,)), tail
-
-        return self._arithmetic(self.call["input"], self.call["other"], forward, backward)
+        return self._arithmetic(self.call["input"], self.call["other"], terms)
 
     def _pow(self) -> EpilogueChain:
         p = self.const(self.call["other"])
@@ -365,12 +360,12 @@ class BackwardWalk:
         return self.up(self.call["input"]).then(Element(self.node, (step,)))
 
     def _bound(self) -> EpilogueChain:
-        def terms(operand: Any, c: float | None) -> tuple:
+        def terms(at: int, operand: Any, c: float | None) -> tuple:
             if c is None:
                 raise self.decline(f"{self.call.name} with a tensor that is not a constant")
             return (Step(self.call.name, (c,)),)
 
-        return self._arithmetic(self.call["input"], self.call["other"], terms, terms)
+        return self._arithmetic(self.call["input"], self.call["other"], terms)
 
     # Selection
 

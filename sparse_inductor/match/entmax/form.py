@@ -16,7 +16,7 @@ from torch import fx
 
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
-from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps
+from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps, sums
 from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
@@ -121,13 +121,11 @@ def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
 
 def _alpha_of_gap(view: GraphView, gap: Any) -> fx.Node | None:
     """alpha of alpha - 1"""
-    call = view.call(gap)
-    if call.name not in ("sub", "add") or not view.is_tensor(call["input"]):
-        return None
-    one = view.const(call["other"], gap)
-    if one != (1 if call.name == "sub" else -1) or call.get("alpha", 1) != 1:
-        return None
-    return view.value(call["input"], gap)
+    for (alpha, own), (one, factor) in sums(view, gap):
+        c = view.const(one, gap)
+        if view.is_tensor(alpha) and own == 1 and c is not None and c * factor == -1:
+            return view.value(alpha, gap)
+    return None
 
 
 _OF_A_SUM = frozenset("unsqueeze clamp clamp_min add maximum getitem expand expand_as".split())
@@ -182,12 +180,11 @@ def _says_positive(view: GraphView, gate: fx.Node, x: Any, negate: bool) -> bool
     large, small, _ = call.ordered(negate)
     if view.const(small, gate) == 0:
         return view.same_value(large, x)
-    difference = view.call(x)
-    return (
-        difference.name == "sub"
-        and difference.get("alpha", 1) == 1
-        and view.same_value(difference["input"], large)
-        and view.same_value(*(view.behind(t, SPREADS)[0] for t in (difference["other"], small)))
+    return any(
+        (own, factor) == (1, -1)
+        and view.same_value(a, large)
+        and view.same_value(*(view.behind(t, SPREADS)[0] for t in (b, small)))
+        for (a, own), (b, factor) in sums(view, x)
     )
 
 
@@ -243,16 +240,12 @@ def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | 
 
 def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None] | None:
     """(x, the rows' axis) of x - s, x + s and s + x where s has one value a row; no axis where s is a number."""
-    call = view.call(node)
-    if call.name not in ("sub", "add"):
-        return None
-    commutes = call.name == "add" and call.get("alpha", 1) == 1
-    for x, shift in call.both_ways[: 2 if commutes else 1]:
-        if not view.is_tensor(x) or not view.same_shape(x, node):
+    for (x, own), (shift, factor) in sums(view, node):
+        if own != 1 or not view.is_tensor(x) or not view.same_shape(x, node):
             continue
         number = view.const(shift, node)
         if number is not None:
-            return None if drowns(number, view.dtype(node)) else (x, None)
+            return None if drowns(number * factor, view.dtype(node)) else (x, None)
         dim = row_axis(view, x, shift) if view.is_tensor(shift) else None
         if dim is not None:
             return x, dim

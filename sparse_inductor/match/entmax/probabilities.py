@@ -22,7 +22,7 @@ from ...graph.effects import reached
 from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.scalars import constant_factor
+from ...graph.scalars import constant_factor, sums
 from ...graph.values import extreme
 from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
@@ -201,11 +201,12 @@ def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
     if call.name in ("clamp_min", "clamp") and call.get("max") is None:
         low = view.const(call["min"], node)
         return low is not None and 0 < low <= _FLOOR
-    if call.name == "add" and call.get("alpha", 1) == 1:
-        small = view.const(call["other"], node)
-        # A sum of one shows no more of it than rounding.
-        return small is not None and 0 < small <= min(10 * torch.finfo(dtype).eps, 1.1e-6)
-    return False
+    # A sum of one shows no more of what is added than rounding.
+    least = min(10 * torch.finfo(dtype).eps, 1.1e-6)
+    added = (
+        (view.const(c, node), factor) for (_, own), (c, factor) in sums(view, node) if own == 1
+    )
+    return any(c is not None and 0 < c * factor <= least for c, factor in added)
 
 
 def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:

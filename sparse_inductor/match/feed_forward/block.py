@@ -19,6 +19,7 @@ from ...graph.emit import Emitter
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
 from ...graph.no_match import NoMatch, if_matched, matches
+from ...graph.scalars import sums
 from ...graph.view import GraphView, fake, static_size
 from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
@@ -284,10 +285,8 @@ def residual_sum(
     if not (plain and alone and down.v_dim == len(sizes) - 1 and len(node.users) == 1):
         return None
     end = next(iter(node.users))
-    call = view.call(end)
-    if call.name != "add" or view.const(call.get("alpha", 1)) != 1:
-        return None
-    residual = next((t for t in (call["input"], call["other"]) if t is not node), None)
+    added = [t for (t, p), (_, q) in sums(view, end) if p == q == 1 and t is not node]
+    residual = added[0] if added else None
     if not isinstance(residual, fx.Node) or not view.is_tensor(residual):
         return None
     same = view.same_shape(residual, node) and view.same_shape(end, node)
