@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -13,9 +12,9 @@ from torch import fx
 from ...graph.axes import Axis, Placed, above, beside, flat
 from ...graph.fakes import same_size, same_sizes
 from ...graph.indices import only_slices
-from ...graph.names import Call
+from ...graph.names import Call, stored
 from ...graph.no_match import if_matched, remembered
-from ...graph.scalars import constant_factor
+from ...graph.scalars import constant_factor, sums
 from ...graph.selection import Selection, selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression
@@ -165,11 +164,14 @@ def as_mask(view: GraphView, bias: Placed) -> Placed | None:
     """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
     if bias.fill is not None or bias.times:
         return bias if bias.fill is not None else None
-    found = _masked_zeros(view, bias.node, bias.axes) or _constant(view, bias)
-    if found is None or found.fill is None or not found.fill * bias.factor <= -1e30:
+    found = choice(view, bias.node, bias.reader, bias.axes, numbers=True)
+    if found is None or 0 not in (found.on, found.off):
         return None
-    fill = found.fill * bias.factor
-    return dataclasses.replace(found, fill=fill if bias.floor is None else max(fill, bias.floor))
+    fill = (found.on + found.off) * bias.factor
+    if not fill <= -1e30:
+        return None
+    fill = fill if bias.floor is None else max(fill, bias.floor)
+    return beside(view, found.mask, found.axes, found.reader, negate=found.off == 0, fill=fill)
 
 
 def moderate(view: GraphView, bias: Placed) -> bool:
@@ -193,90 +195,110 @@ def moderate(view: GraphView, bias: Placed) -> bool:
     return not queue and any(map(view.requires_grad, seen))
 
 
-def _constant(view: GraphView, bias: Placed) -> Placed | None:
-    """A bias made of nothing but numbers, of which there are two, before it is multiplied by its factor."""
-    value = _computed(view, bias.node)
-    if value is None or not value.is_floating_point():
+class Choice(NamedTuple):
+    """The number `on` where a mask is true, or not zero, and `off` elsewhere. reader: who reads the mask; axes: of what
+    it broadcasts to."""
+
+    mask: fx.Node
+    reader: fx.Node
+    axes: Sequence[Axis]
+    on: float
+    off: float
+
+    @property
+    def is_binary(self) -> bool:
+        return {self.on, self.off} == {0, 1}
+
+
+def choice(
+    view: GraphView, x: Any, reader: fx.Node, axes: Sequence[Axis] = (), numbers: bool = False
+) -> Choice | None:
+    """How what `reader` sees of a tensor is one of two numbers, as a boolean says: a selection between constants, or
+    the boolean itself, times a number and plus another. None for other tensors.
+
+    axes: of the tensor; without them no view is followed. numbers: whether what is made of nothing but numbers is
+    computed, to see which they are.
+    """
+    if view.is_tensor(x) and view.dtype(x) == torch.bool:
+        return Choice(x, reader, axes, 1.0, 0.0)
+    node = view.value(x, reader) if isinstance(x, fx.Node) else None
+    if node is None or not view.is_tensor(stored(node)):
         return None
-    two = bool(((value == 0) | (value == value.min())).all())
-    fill = rounded(float(value.min()), view.dtype(bias.node))
-    return Placed(bias.node, bias.reader, bias.axes, negate=True, fill=fill) if two else None
+    found = _chosen(view, node, view.call(node), axes, numbers) if view.is_tensor(node) else None
+    return found or (_constant(view, node, reader, axes) if numbers else None)
 
 
-def _masked_zeros(view: GraphView, node: fx.Node, axes: Sequence[Axis]) -> Placed | None:
-    """The mask that a node is which is 0 where keys are kept and one number, its fill, elsewhere."""
-    call = view.call(node)
-    if (mask := _zeros_where(view, node, call, axes)) is not None:
-        return mask
-    x, by = call.get("input"), 1.0
-    if (scaled := constant_factor(view, node)) is not None:
-        x, by = scaled
-    elif call.name in VIEWS and view.is_tensor(x):
-        moved = if_matched(above, view, node, call, axes)
-        if moved is None:
+def _chosen(
+    view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis], numbers: bool
+) -> Choice | None:
+    for one in _by_booleans(view, node, call):
+        a, b = view.const(one.x, node), view.const(one.other, node)
+        if a is None or b is None:
             return None
-        axes = moved
-    elif call.name not in COPIES and not (
-        call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
-    ):
-        return None
-    seen = view.value(x, node)
-    found = None if seen is None or not math.isfinite(by) else _masked_zeros(view, seen, axes)
-    if found is None or found.fill is None:
-        return None
-    return dataclasses.replace(found, fill=rounded(found.fill * by, view.dtype(node)))
-
-
-def _zeros_where(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> Placed | None:
-    """The mask of what puts zeros into a number, or a number into zeros."""
+        a, b = (rounded(c, view.dtype(node)) for c in ((b, a) if one.negate else (a, b)))
+        return Choice(one.keep, node, axes, a, b)
     if call.name == "triu" and (fill := view.const(call["input"], node)) is not None:
-        # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
-        return beside(view, node, axes, node, negate=True, fill=fill)
-    for one, reader in masked(view, node, call):
-        fill = view.const(one.other, node)
-        if fill is None or view.const(one.x, node) != 0:
-            continue
-        if call.name != "mul" or math.isfinite(fill):  # 0 * -inf is NaN
-            fill = rounded(fill, view.dtype(node))
-            return beside(view, one.keep, axes, reader, negate=one.negate, fill=fill)
-    return None
+        return Choice(node, node, axes, fill, 0.0)  # it is not boolean, but says where it drops
+    x, scale, term = call.get("input"), 1.0, 0.0
+    if (by := constant_factor(view, node)) is not None:
+        x, scale = by
+    elif ways := sums(view, node):
+        (x, scale), (number, factor) = ways[view.const(ways[0][1][0], node) is None]
+        if (c := view.const(number, node)) is None:
+            return None
+        term = c * factor
+    elif call.name in VIEWS and axes and view.is_tensor(x):
+        axes = if_matched(above, view, node, call, axes) or ()
+    elif call.name not in COPIES | {"cast"}:
+        return None
+    inner = choice(view, x, node, axes, numbers) if math.isfinite(scale) else None
+    if inner is None:
+        return None
+    on, off = (rounded(c * scale + term, view.dtype(node)) for c in (inner.on, inner.off))
+    return inner._replace(on=on, off=off)
+
+
+def _constant(
+    view: GraphView, node: fx.Node, reader: fx.Node, axes: Sequence[Axis]
+) -> Choice | None:
+    """What is made of nothing but numbers, of which all but one are zero."""
+    value = _computed(view, node)
+    others = None if value is None else value[value != 0]
+    if others is None or not others.numel() or not (others == others[0]).all():
+        return None
+    return Choice(node, reader, axes, float(others[0]), 0.0)
 
 
 def masked(view: GraphView, node: fx.Node, call: Call) -> Iterator[tuple[Selection, fx.Node]]:
     """The ways to read a call as values where a boolean keeps them and others elsewhere, each with who reads the
     boolean: selections, and products with what is zero or one."""
-    for one in selections(view, call) if view.is_tensor(node) else ():
-        if view.is_tensor(one.keep) and view.dtype(one.keep) == torch.bool:
-            yield one, node
+    yield from ((one, node) for one in _by_booleans(view, node, call))
     for x, other in call.both_ways if call.name == "mul" else ():
-        if (binary := zero_or_one(view, other, node)) is not None:
-            mask, positive, reader = binary
-            yield Selection(x, mask, 0.0, negate=not positive), reader
-            yield Selection(0.0, mask, x, negate=positive), reader
+        found = choice(view, other, node)
+        if found is not None and found.is_binary:
+            yield Selection(x, found.mask, 0.0, negate=found.on == 0), found.reader
+
+
+def _by_booleans(view: GraphView, node: fx.Node, call: Call) -> list[Selection]:
+    ways = selections(view, call) if view.is_tensor(node) else []
+    return [s for s in ways if view.is_tensor(s.keep) and view.dtype(s.keep) == torch.bool]
 
 
 def mixed(
-    view: GraphView, kept: fx.Node, dropped: fx.Node
+    view: GraphView, node: fx.Node, kept: fx.Node, dropped: fx.Node
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms: GPT's way to mask."""
-    call, other = view.call(kept), view.call(dropped)
-    if not call.name == other.name == "mul":
-        return None
-    rest, fill = constant_factor(view, dropped) or (None, 0.0)
-    mask = None if rest is None else _inverted(view, rest)
-    for x, m in call.both_ways if mask is not None else ():
-        if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m, kept):
+    """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms that a node adds: GPT's way to
+    mask."""
+    call = view.call(kept)
+    rest = choice(view, dropped, node, numbers=True) if call.name == "mul" else None
+    for x, m in call.both_ways if rest is not None else ():
+        keep = choice(view, m, kept, numbers=True)
+        if rest is None or keep is None or not keep.is_binary:
+            continue
+        zero, fill = (rest.on, rest.off) if keep.on == 1 else (rest.off, rest.on)
+        if zero == 0 and view.same_value(keep.mask, rest.mask):
             return x, m, fill
     return None
-
-
-def _is_binary(view: GraphView, m: fx.Node, reader: fx.Node) -> bool:
-    """Whether a tensor provably holds 0 and 1 only."""
-    if zero_or_one(view, m, reader) is not None:
-        return True
-    seen = view.value(m, reader)
-    constant = None if seen is None else _computed(view, seen)
-    return constant is not None and bool(((constant == 0) | (constant == 1)).all())
 
 
 @remembered
@@ -292,29 +314,3 @@ def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
         return run(view, piece, {}, None, exact=True)
     except Untestable:
         return None
-
-
-def zero_or_one(view: GraphView, x: Any, reader: fx.Node) -> tuple[fx.Node, bool, fx.Node] | None:
-    """(mask, whether 1 stands where it is true, who reads it) of what is boolean, a cast of that, or one minus it."""
-    if not view.is_tensor(x):
-        return None
-    if view.dtype(x) == torch.bool:
-        return x, True, reader
-    seen = view.value(x, reader)
-    call = view.call(seen)
-    if seen is None or call.inplace:
-        return None
-    if call.name == "cast":
-        return zero_or_one(view, call["input"], seen)
-    other = _inverted(view, seen)
-    found = None if other is None else zero_or_one(view, other, seen)
-    return None if found is None else (found[0], not found[1], found[2])
-
-
-def _inverted(view: GraphView, node: fx.Node) -> fx.Node | None:
-    """m of 1 - m."""
-    call = view.call(node)
-    if call.name not in ("sub", "rsub") or call.get("alpha", 1) != 1:
-        return None
-    one, other = call.both_ways[call.name == "rsub"]
-    return other if view.const(one, node) == 1 and view.is_tensor(other) else None

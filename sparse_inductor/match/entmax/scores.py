@@ -21,7 +21,7 @@ from ...graph.contraction import PRODUCTS, Contraction, contraction
 from ...graph.indices import is_full
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, first_match
-from ...graph.scalars import constant_factor
+from ...graph.scalars import constant_factor, sums
 from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.values import drowns, extreme, rounds
 from ...graph.view import GraphView, fake, label, rounded
@@ -233,22 +233,19 @@ class _Step:
 
     def _sum(self) -> Scores:
         """a + k * b"""
-        a, b, k = self.call["input"], self.call["other"], self.const(self.call.get("alpha", 1))
-        if k is None:
+        ways = sums(self.view, self.node)
+        if not ways:
             raise self.decline("alpha= is not a constant")
-        if self.call.name == "rsub":
-            a, b = b, a
-        k = k if self.call.name == "add" else -k
-        terms = ((a, 1.0), (b, k))
-        for (x, own), (other, factor) in (terms, terms[::-1]):
+        for (x, own), (other, factor) in ways:
             known = self.const(other)
             if known is not None and self.view.is_tensor(x):
                 return self._shifted(scaled(self.up(x), own, self.node), known)
-            if own == 1 and (way := mixed(self.view, x, other)) is not None:
+            if own == 1 and (way := mixed(self.view, self.node, x, other)) is not None:
                 scores, mask, fill = way
                 found = self._masked(scores, self._place(mask), fill * factor)
                 found.nodes.append(x)
                 return found
+        (a, _), (b, k) = ways[0]
         found, other = self._pick(a, b)
         own, factor = (k, 1.0) if other is a and other is not b else (1.0, k)
         return self._biased(scaled(found, own, self.node), other, factor)

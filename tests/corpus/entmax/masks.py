@@ -65,6 +65,11 @@ each(
     # GPT-2: the value filled in is a tensor
     where_tensor_fill=lambda s, mask: torch.where(mask[:, None, None], s, torch.full([], LOW)),
     extended_mask=lambda s, mask: s + added(mask[:, None, None]),
+    # the mask less one, and a product with it beside what is filled in
+    mask_less_one=lambda s, mask: s + (mask[:, None, None].float() - 1.0) * -LOW,
+    product_and_fill=lambda s, mask: (
+        s * mask[:, None, None] + torch.where(mask[:, None, None], 0.0, -1e4)
+    ),
     # old BERT
     extended_mask_in_place=lambda s, mask: s.add_((1 - mask[:, None, None].float()) * -10000.0),
     # a mask that is made in the graph, -inf back to finfo.min by clamp
