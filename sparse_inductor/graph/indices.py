@@ -82,7 +82,7 @@ def taken(view: GraphView, call: Call) -> Taken | None:
             dims = listed(call["dim"]) if call.get("dim") is not None else range(n)
             gone = [d % n for d in dims if n and same_size(shape[d], 1)]
             return Taken(x, [0 if d in gone else slice(None) for d in range(n)])
-        case "select":
+        case "select" | "index_select":
             item = call["index"]
         case "narrow":
             start, length = call["start"], call["length"]

@@ -38,24 +38,27 @@ class Move:
 
 
 def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
-    """Basic indexing; a tensor only where it is alone and takes entries of V."""
+    """Indexing by numbers and slices, or by one vector beside slices."""
     at = [d for d, item in enumerate(part.items) if item is not None]
     columns, others = part.items[at[v]], [part.items[d] for d in at if d != at[v]]
-    if any(map(_is_tensor, others)):
-        raise NoMatch("gathers rows by a tensor index before the reduction", node)
+    tensors = [item for item in (columns, *others) if isinstance(fake(item), torch.Tensor)]
+    alone = len(tensors) == 1 and all(
+        isinstance(i, slice) for i in (columns, *others) if i not in tensors
+    )
+    if tensors and not (
+        alone and fake(tensors[0]).dim() == 1 and fake(tensors[0]).dtype != torch.bool
+    ):
+        what = "outputs of the linear" if columns in tensors else "rows"
+        raise NoMatch(f"gathers {what} in a way that is not followed", node)
     if any(isinstance(item, (list, tuple, bool)) for item in others):
         raise NoMatch("gathers rows by a list before the reduction", node)
-    if _is_tensor(columns):
-        vector = fake(columns).dim() == 1 and fake(columns).dtype != torch.bool
-        if not vector or any(item != slice(None) for item in others):
-            raise NoMatch("gathers outputs of the linear in a way that is not followed", node)
-    elif not isinstance(columns, slice):
+    if not (columns in tensors or isinstance(columns, slice)):
         raise NoMatch("picks single outputs of the linear", node)
     kept = list(part.items)
     kept[at[v]] = slice(None)
     if any(isinstance(i, slice) and isinstance(i.stop, torch.SymInt) for i in part.items):
         raise NoMatch(f"{label(part.passed[0])} has pieces of unknown size", node)
-    origin = Taken(part.x, kept).origin
+    origin = Taken(part.x, [slice(None) if i in tensors else i for i in kept]).origin
 
     def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
         index: list[Any] = []
@@ -65,7 +68,7 @@ def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
                 index.append(None)
                 continue
             single = row and same_size(fake(t).shape[a], 1) and not same_size(shape[a], 1)
-            index.append(item if not single else slice(None) if isinstance(item, slice) else 0)
+            index.append(item if not single else 0 if isinstance(item, int) else slice(None))
             a += 1
         if all(i == slice(None) for i in index):
             return t
@@ -75,18 +78,19 @@ def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
     return Move(origin.index(v), origin, apply, columns)
 
 
-def _is_tensor(item: Any) -> bool:
-    return isinstance(fake(item), torch.Tensor)
-
-
-def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
-    """reshape: V must survive as an axis of its own."""
+def reshaped(
+    node: fx.Node, before: tuple, after: tuple, v: int, args: Sequence[Any] | None = None
+) -> Move:
+    """reshape, to sizes as the program has them, if it has: V must survive as an axis of its own."""
     n = len(after)
     last = v == len(before) - 1 and n and same_size(after[-1], before[v])
     kept = n - 1 if last else kept_axis(before, v, after)
     if kept is None:
         raise NoMatch("reshapes the linear's output axis away", node)
     new_v = kept
+    if args is None:
+        known = [0 if d == kept else static_size(s) for d, s in enumerate(after)]
+        args = [-1 if size is None and known.count(None) == 1 else size for size in known]
     if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
         raise NoMatch("has a shape that the walk does not understand", node)
     # Axes on either side that did not change keep their identity.
@@ -105,8 +109,14 @@ def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: in
 
     def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
         shape = fake(t).shape
-        if not all(same_size(s, b) for a, (s, b) in enumerate(zip(shape, before)) if a != v):
-            raise NoMatch("broadcasts a per-token operand through a reshape", node)
+        single = [a != v and not same_size(s, b) for a, (s, b) in enumerate(zip(shape, before))]
+        if any(single):
+            sizes = [static_size(b) if one else -1 for one, b in zip(single, before)]
+            if None in sizes:
+                raise NoMatch(
+                    "a reshape broadcasts a per-token operand to a size that is not known", node
+                )
+            t = e.method("expand", t, tuple(sizes))
         width = static_size(shape[v])
         if width is None:
             width = e.method("size", t, v)
@@ -162,11 +172,9 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         return _index(node, view.shape(part.x), part, v)
     match call.name:
         case "view":
-            return _view(node, call.get("shape", ()), before, after, v)
-        case "view_as":
-            return _view(node, [static_size(s) for s in after], before, after, v)
-        case "flatten":
-            return _view(node, _flatten_args(call, before, v, node), before, after, v)
+            return reshaped(node, before, after, v, call.get("shape", ()))
+        case "view_as" | "flatten":
+            return reshaped(node, before, after, v)
         case "unflatten":
             d, sizes = call["dim"] % n, call["sizes"]  # a tuple, or a node that is one
             if d == v:
@@ -176,31 +184,9 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             return Move(origin.index(v), origin, apply)
         case "expand" | "expand_as":
             return _expand(node, call, before, after, v)
-        case "index_select":
-            d, index = call["dim"] % n, call["index"]
-            if d == v:
-                items = [index if a == d else slice(None) for a in range(n)]
-                return _index(node, before, Taken(call["input"], items), v)
-
-            def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
-                single = row and same_size(fake(t).shape[d], 1) and not same_size(before[d], 1)
-                return t if single else e.method("index_select", t, d, index)
-
-            return Move(v, tuple(range(n)), apply)
         case "narrow":
             raise NoMatch("narrows by sizes that are not known, or from the end", node)
     raise NoMatch(f"{call.name} before the reduction is not followed", node)
-
-
-def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]:
-    n = len(before)
-    a, b = call.get("start_dim", 0) % n, call.get("end_dim", -1) % n
-    if a <= v <= b and a != b:
-        raise NoMatch("flattens the linear's output axis", node)
-    sizes = [*before[:a], -1, *before[b + 1 :]] if a != b else list(before)
-    if not all(isinstance(s, int) for d, s in enumerate(sizes) if d != v - (b - a) * (b < v)):
-        raise NoMatch("flattens sizes that are not known", node)
-    return sizes
 
 
 def _expand(node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> Move:

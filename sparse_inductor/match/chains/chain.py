@@ -27,9 +27,9 @@ from ...graph.gemm import Linear
 from ...graph.indices import is_full
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned
-from ...graph.shapes import Move, move
+from ...graph.shapes import Move, move, reshaped
 from ...graph.values import extreme, not_negative
-from ...graph.view import GraphView, fake, label, same_size, static_size
+from ...graph.view import GraphView, fake, label, same_size
 from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term
 from .kinds import Frame, Kind, kind_of
 from .terms import Pair, applied, prepared, raised, scaled, selected, widened
@@ -67,8 +67,8 @@ class Chain:
         self.tail: list[Step | Term] = []
         self.rows: list[_Row] = []
         self.moves: list[Move] = []
-        self.v_dim = linear.v_dim
         self.origin: list[int | None] = list(range(len(view.shape(linear.node))))
+        self.frames = [Frame(len(self.origin), linear.v_dim)]  # before the moves, and after each
         self.nodes: list[fx.Node] = [*linear.within, linear.node]
         if linear.v_axes > 1:
             raise NoMatch("a projection to several axes: make one of them before", linear.node)
@@ -91,6 +91,10 @@ class Chain:
     @property
     def program(self) -> Program:
         return tuple(self.steps)
+
+    @property
+    def v_dim(self) -> int:
+        return self.frames[-1].v_dim
 
     # Down the epilogue
 
@@ -118,7 +122,7 @@ class Chain:
         if self.tail:
             raise NoMatch("the shape changes after a factor or term of every output", node)
         self.moves.append(step)
-        self.v_dim = step.v_dim
+        self.frames.append(Frame(len(step.origin), step.v_dim))
         self.origin = [None if o is None else self.origin[o] for o in step.origin]
         if step.columns is not None:
             columns = step.columns
@@ -201,27 +205,16 @@ class Chain:
         return term.fn in ("add", "mul") and all(same_size(s, 1) for s in numbers)
 
     def _kind(self, term: Term, node: fx.Node) -> Kind:
-        frame = Frame(len(self.origin), self.v_dim)
-        return kind_of(self.view, term.operand, node, frame, self.linear_after)
+        return kind_of(self.view, term.operand, node, self.frames[-1], self.linear_after)
 
     def merge(self, dim: int, span: int, node: fx.Node) -> None:
         """Make one axis of `span` neighbouring ones: a maximum over several axes is one over their product."""
         shape = self.view.shape(node)
         if dim <= self.v_dim < dim + span:
             raise NoMatch("it reduces over the vocabulary too", node)
-
-        def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
-            axes = range(dim, dim + span)
-            if not all(same_size(fake(t).shape[a], shape[a]) for a in axes):
-                sizes = [static_size(shape[a]) if a in axes else -1 for a in range(len(shape))]
-                t = e.method("expand", t, tuple(sizes))
-            return e.method("flatten", t, dim, dim + span - 1)
-
-        if any(static_size(s) is None for s in shape[dim : dim + span]):
-            raise NoMatch("a maximum over several axes of unknown size", node)
-        origin = (*range(dim), None, *range(dim + span, len(shape)))
-        v_dim = self.v_dim - (span - 1 if self.v_dim > dim else 0)
-        self._move(Move(v_dim, origin, apply), node)
+        last = dim + span
+        joint = (*shape[:dim], math.prod(shape[dim:last]), *shape[last:])
+        self._move(reshaped(node, shape, joint, self.v_dim), node)
 
     # Proofs
 
@@ -371,20 +364,14 @@ class Chain:
 
     def _assigned(self, e: Emitter, operand: Assigned, at: int) -> fx.Node:
         """Which tokens an assignment leaves as they are."""
-        one = e.call(torch.narrow, self.linear_input(e, at), self._frame(at).v_dim, 0, 1)
+        one = e.call(torch.narrow, self.linear_input(e, at), self.frames[at].v_dim, 0, 1)
         t = e.call(torch.ones_like, one, dtype=torch.bool)
         e.call(operator.setitem, t, operand.index, False)
         return t
 
-    def _frame(self, at: int) -> Frame:
-        """The axes after `at` moves."""
-        if at == 0:
-            return Frame(len(fake(self.linear.node).shape), self.linear.v_dim)
-        return Frame(len(self.moves[at - 1].origin), self.moves[at - 1].v_dim)
-
     def _aligned(self, e: Emitter, t: fx.Node, at: int) -> fx.Node:
         """A per-token tensor with the axes of the frame after `at` moves, 1 in the place of V."""
-        ndim, v_dim = self._frame(at)
+        ndim, v_dim = self.frames[at]
         t = raised(e, t, ndim)
         return t if same_size(fake(t).shape[v_dim], 1) else e.call(torch.narrow, t, v_dim, 0, 1)
 

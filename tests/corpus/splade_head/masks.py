@@ -243,7 +243,7 @@ def nan_under_where_mask(self, h, mask):
     return torch.where(mask.unsqueeze(-1) > 0, tokens(self.decoder(h)), 0.0).amax(1)
 
 
-@head("maybe", "the mask is broadcast, then the batch and the sequence are flattened")
+@head()
 def broadcast_mask_through_a_flatten(logits, mask):
     """One mask for the batch, applied before [B, S] is flattened and split again."""
     weights = (tokens(logits) * mask[:1].unsqueeze(-1)).flatten(0, 1)

@@ -72,6 +72,13 @@ def flatten_and_unflatten(logits, mask):
 
 
 @head()
+def tokens_taken_by_a_vector(logits, mask):
+    """Every other token, its mask with it."""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights[:, torch.arange(0, logits.shape[1], 2)].amax(1)
+
+
+@head()
 def shape_readers(logits, mask):
     """Reads the logits' shape, dtype and device, not their values."""
     assert logits.dim() == 3
