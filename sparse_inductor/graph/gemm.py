@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .contraction import PRODUCTS, Contraction, Operand, contraction
+from .axes import Atom, Placed
+from .contraction import PRODUCTS, Contraction, Letters, Operand, contraction
 from .emit import Emitter
 from .indices import is_full, taken
+from .layout import laid_out
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .no_match import remembered
 from .parts import entry_of_axis
@@ -171,23 +173,15 @@ def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
 
 def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:
     """A product of x with a matrix as a linear map."""
-    base, axes = _matrix(view, w)
-    single = [at for at, letter in enumerate(axes) if letter is None]
-
-    def weight(e: Emitter) -> fx.Node:
-        t = base
-        for at in reversed(single):
-            t = e.method("squeeze", t, at)
-        return t
-
-    kept = [letter for letter in axes if letter is not None]
+    w = _matrix(view, w)
+    kept = [letter for letter in w.axes if letter is not None]
     if len(kept) > 2 and not (
-        is_parameter(view, base)
-        and _merge(base, axes, [c for c in kept if c not in product.axes])
-        and _merge(base, axes, [c for c in product.axes if c in kept])
+        is_parameter(view, w.node)
+        and _merge(w.node, w.axes, [c for c in kept if c not in product.axes])
+        and _merge(w.node, w.axes, [c for c in product.axes if c in kept])
     ):
         return None
-    return _map(product.node, x.node, x.axes, lambda e: x.node, base, kept, weight, product.axes)
+    return _map(product.node, x, w, product.axes)
 
 
 def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]) -> bool:
@@ -199,17 +193,12 @@ def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]
 
 
 def _map(
-    node: fx.Node,
-    source: fx.Node,
-    x_axes: Sequence[str | None],
-    make: Make,
-    weight_source: fx.Node,
-    w_axes: Sequence[str],
-    weight: Make,
-    out: Sequence[str | None],
+    node: fx.Node, x: Operand, w: Operand, out: Letters, at: Sequence[dict[str, int]] = ({}, {})
 ) -> Linear | None:
-    """`node` as the linear map of what `make` makes of a source by what `weight` makes: D is summed over, V is what the
-    weight alone has. Of several axes each, one is made."""
+    """`node` as the linear map of x by a matrix w: D is summed over, V is what the matrix alone has. Of several axes
+    each, one is made. at: of both operands, the place along some axes that is taken of them before."""
+    x_axes = [c for c in x.axes if c not in at[0] and (c is not None or not at[0])]
+    w_axes = [c for c in w.axes if c not in at[1] and c is not None]
     reduced = [c for c in w_axes if c in x_axes and c not in out]
     own = [c for c in out if c in w_axes and c not in x_axes]
     if not (reduced and own) or len(reduced) + len(own) != len(w_axes):
@@ -222,27 +211,31 @@ def _map(
     if len(wanted) != len(x_axes) or set(wanted) != {*x_axes}:
         return None
     order = [x_axes.index(c) for c in wanted]
-    rows = [w_axes.index(c) for c in (*own, *reduced)]
     sizes = fake(node).shape[v_dim:last]
+    atoms = {c: Atom(0) for c in (*x_axes, *w_axes)}
 
-    def linear_input(e: Emitter) -> fx.Node:
-        return _flat(e, e.permuted(make(e), order), v_dim, len(reduced))
+    def made(o: Operand, places: dict[str, int], groups: Sequence[Sequence[Any]]) -> Make:
+        def make(e: Emitter) -> fx.Node:
+            t = o.node
+            for d, letter in reversed([*enumerate(o.axes)]):
+                t = e.method("select", t, d, places[letter]) if letter in places else t
+            left = (c for c in o.axes if c not in places)
+            placed = Placed(t, node, tuple(() if c is None else (atoms[c],) for c in left))
+            return laid_out(e, placed, [[atoms[c] for c in group] for group in groups])
 
-    def matrix(e: Emitter) -> fx.Node:
-        if len(rows) == 2:
-            return weight(e) if rows[0] == 0 else e.method("t", weight(e))
-        return _flat(e, _flat(e, e.permuted(weight(e), rows), 0, len(own)), 1, len(reduced))
+        return make
 
     def finish(e: Emitter, y: fx.Node) -> fx.Node:
         return y if len(own) == 1 else e.method("unflatten", y, v_dim, tuple(sizes))
 
+    rows = [[c] for c in out]
     return Linear(
         node,
-        source,
-        weight_source,
+        x.node,
+        w.node,
         v_dim,
-        linear_input,
-        matrix,
+        made(x, at[0], [*rows[:v_dim], reduced, *rows[last:]]),
+        made(w, at[1], [own, reduced]),
         order=None if order == sorted(order) else tuple(order),
         finish=finish,
         d_axes=len(reduced),
@@ -250,24 +243,16 @@ def _map(
     )
 
 
-def _flat(e: Emitter, t: fx.Node, first: int, axes: int) -> fx.Node:
-    return t if axes == 1 else e.method("flatten", t, first, first + axes - 1)
-
-
-def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make | None:
-    flat = len(view.shape(bias)) == 1
-    if flat and beta == 1:
-        return None
-
+def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make:
     def make(e: Emitter) -> fx.Node:
-        b = bias if flat else e.method("flatten", bias)
+        b = bias if len(view.shape(bias)) == 1 else e.method("flatten", bias)
         return b if beta == 1 else e.call(operator.mul, b, beta)
 
     return make
 
 
-def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
-    """An operand as it was before it was given broadcast batch axes, and its axes there."""
+def _matrix(view: GraphView, w: Operand) -> Operand:
+    """An operand as it was before it was given broadcast batch axes."""
     node, axes = w.node, list(w.axes)
     while len(axes) > 2 and not w.written:
         call = view.call(node)
@@ -291,7 +276,7 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
         else:
             break
         node = x
-    return node, axes
+    return dataclasses.replace(w, node=node, axes=tuple(axes))
 
 
 def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:
@@ -362,26 +347,17 @@ def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
     for x, w in ((product.a, product.b), (product.b, product.a)):
         if letter is None or letter not in w.axes or x.written or w.written:
             continue
-        take_x, x_axes = _entry_of(view, x, letter, index)
-        take_w, w_axes = _entry_of(view, w, letter, index)
-        found = _map(node, x.node, x_axes, take_x, w.node, w_axes, take_w, out)
-        if found is not None and len(w_axes) == 2:
+        at = [{letter: _entry(view, o, letter, index)} for o in (x, w)]
+        found = _map(node, x, w, tuple(out), at)
+        if found is not None and len({*w.axes} - {None, letter}) == 2:
             within = tuple(dict.fromkeys((*product.nodes, stack, *reversed(between))))
             return dataclasses.replace(found, within=within, order=None)
     return None
 
 
-def _entry_of(view: GraphView, o: Operand, letter: str, index: int) -> tuple[Make, list[str]]:
-    """What makes one entry of an operand, axes of one element taken off, and the letters that it has left."""
-    at = [d for d, c in enumerate(o.axes) if c == letter]
-    if at and uniform(view, o.node, len(o.axes) - at[0], o.reader):
-        index = 0  # repeated for every entry
-    single = [d for d, c in enumerate(o.axes) if c is None]
-
-    def take(e: Emitter) -> fx.Node:
-        t = o.node
-        for d in sorted((*at, *single), reverse=True):
-            t = e.method("select", t, d, index if d in at else 0)
-        return t
-
-    return take, [c for c in o.axes if c is not None and c != letter]
+def _entry(view: GraphView, o: Operand, letter: str, index: int) -> int:
+    """Which entry of an axis is taken of an operand: the first where it is repeated for every entry."""
+    repeated = letter in o.axes and uniform(
+        view, o.node, len(o.axes) - o.axes.index(letter), o.reader
+    )
+    return 0 if repeated else index
