@@ -32,7 +32,7 @@ from ...graph.values import extreme, not_negative
 from ...graph.view import GraphView, fake, label, same_size
 from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term
 from .kinds import Frame, Kind, kind_of
-from .terms import Pair, applied, prepared, raised, scaled, selected, widened
+from .terms import Pair, applied, combined, prepared, raised, scaled, selected, widened
 
 _MORE = "more than a factor or mask of every neuron or token after the rectifier"
 
@@ -381,11 +381,7 @@ class Chain:
             if isinstance(item, Step):
                 t = applied(e, t, item)
                 continue
-            operand = self._entries(e, item, order, e.size(t, -1))
-            if item.fn == "where":
-                t = e.call(torch.where, e.method("bool", operand), t, item.const[0])
-            else:
-                t = e.call(getattr(operator, item.fn), t, operand)
+            t = combined(e, t, item, self._entries(e, item, order, e.size(t, -1)))
         return t
 
     def _entries(self, e: Emitter, term: Term, order: list[int], columns: int | fx.Node) -> fx.Node:

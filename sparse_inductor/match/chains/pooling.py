@@ -14,10 +14,10 @@ from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
 from ...graph.gemm import linears
-from ...graph.indices import expanded_index, sole
+from ...graph.indices import sole, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.parts import entries_of
+from ...graph.parts import entries_of, entry_of_axis
 from ...graph.view import GraphView, same_size, same_sizes
 from .backward_walk import walk_back
 from .chain import Chain
@@ -82,7 +82,7 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
             within = _where_largest(view, node, source, call["index"], dim % ndim)
             return None if within is None else Reduction(source, dim % ndim, True, within=within)
         case "getitem":
-            return _end_of_sort(view, node, source, expanded_index(call["index"], ndim))
+            return _end_of_sort(view, node, call)
         case "topk" if call["k"] == 1:
             return Reduction(
                 source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
@@ -147,11 +147,11 @@ def _where_largest(
 ) -> tuple[fx.Node, ...] | None:
     """What makes an index that says where along `dim` the largest values of `source` are; None where none does."""
     ndim, nodes, keepdim = len(view.shape(source)), [], True
-    call = view.call(index)
-    if _puts_axis(call, ndim) == dim:
+    part = taken(view, view.call(index))
+    if part is not None and part.items == [None if d == dim else slice(None) for d in range(ndim)]:
         nodes.append(index)
-        keepdim, index = False, call["input"]
-        call = view.call(index)
+        keepdim, index = False, part.x
+    call = view.call(index)
     if call.name != "argmax" or not isinstance(call.get("dim"), int):
         return None
     if call["dim"] % ndim != dim or bool(call.get("keepdim", False)) != keepdim:
@@ -160,34 +160,25 @@ def _where_largest(
     return (*nodes, index) if same else None
 
 
-def _end_of_sort(
-    view: GraphView, node: fx.Node, values: fx.Node, items: list[Any] | None
-) -> Reduction | None:
+def _end_of_sort(view: GraphView, node: fx.Node, call: Call) -> Reduction | None:
     """sort(x, dim).values, of which the last along dim is taken, or the first where it is descending."""
+    entry = entry_of_axis(view, call)
+    if entry is None:
+        return None
+    values, dim, which, _ = entry
     part = view.call(values)
-    call = view.call(part.get("input"))
-    if (part.name, call.name) != ("getitem", "sort") or part["index"] != 0:
+    sort = view.call(part.get("input"))
+    if (part.name, sort.name) != ("getitem", "sort") or part["index"] != 0:
         return None
-    source, ndim = call["input"], len(view.shape(values))
-    dim = call.get("dim", -1) % ndim
-    wanted: list[Any] = [slice(None)] * ndim
-    wanted[dim] = 0 if call.get("descending", False) is True else -1
+    source = sort["input"]
     seen = (view.value(values, node), view.value(source, node))
-    if items is None or [(type(i), i) for i in items] != [(type(i), i) for i in wanted]:
-        return None
     if seen != (values, view.value(source, part["input"])) or view.read_by_strides(node):
         return None
-    return Reduction(source, dim, within=(part["input"], values))
-
-
-def _puts_axis(call: Call, ndim: int) -> int | None:
-    """Where a view of `ndim` axes has one that its input lacks."""
-    if call.name == "unsqueeze":
-        return call["dim"] % ndim
-    index = call.get("index")
-    if call.name != "getitem" or not isinstance(index, tuple) or index.count(None) != 1:
-        return None
-    return index.index(None) if all(i in (None, slice(None)) for i in index) else None
+    end = 0 if sort.get("descending", False) is True else -1
+    along = dim == sort.get("dim", -1) % len(view.shape(values))
+    return (
+        Reduction(source, dim, within=(part["input"], values)) if along and which == end else None
+    )
 
 
 _RISES = frozenset(

@@ -13,6 +13,7 @@ from torch import fx
 from ...epilogue.steps import Step
 from ...graph.emit import Emitter
 from ...graph.view import fake
+from .epilogue_chain import Term
 
 Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]
 
@@ -55,6 +56,13 @@ def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
     return (
         e.call(torch.reciprocal, t) if prepare == "reciprocal" else e.call(operator.mul, t, prepare)
     )
+
+
+def combined(e: Emitter, t: fx.Node, term: Term, operand: fx.Node) -> fx.Node:
+    """A tensor after a term, whose operand is prepared."""
+    if term.fn == "where":
+        return e.call(torch.where, e.method("bool", operand), t, term.const[0])
+    return e.call(getattr(operator, term.fn), t, operand)
 
 
 # step -> its comparison with the first constant, and whether that says where to fill the last one in, or what to keep

@@ -14,7 +14,7 @@ from ...graph.fakes import memory_order
 from ...graph.gemm import Linear
 from ...graph.view import fake
 from ...policy.popular import ALIGNED
-from ..chains.terms import widened
+from ..chains.terms import combined, widened
 from .block import Reading
 
 
@@ -30,10 +30,7 @@ class Downs:
         weight = self._stacked(e, [e.cast(d.weight(e), dtype) for d in self._all])
         for chain, term in self.reading.factors:
             t = chain.vector(e, term, fake(weight).shape[1])
-            if term.fn == "where":
-                weight = e.call(torch.where, e.method("bool", t), weight, 0.0)
-            else:
-                weight = e.call(operator.mul, weight, widened(e, t))
+            weight = combined(e, weight, term, t if term.fn == "where" else widened(e, t))
         return e.cast(weight, dtype)
 
     def bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
@@ -71,11 +68,7 @@ class Downs:
             t = chain.token_operand(e, term)
             if down.order is not None:
                 t = e.permuted(t, down.order)
-            t = e.permuted(t, order)
-            if term.fn == "where":
-                y = e.call(torch.where, e.method("bool", t), y, 0.0)
-            else:
-                y = e.call(operator.mul, y, t)
+            y = combined(e, y, term, e.permuted(t, order))
         y = e.cast(y, dtype)
         return y if bias is None else e.call(operator.add, y, bias)
 
