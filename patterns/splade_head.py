@@ -30,6 +30,7 @@ from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear
 from sparse_inductor.graph.no_match import NoMatch, first_match
 from sparse_inductor.graph.recogniser import Recogniser
+from sparse_inductor.graph.shapes import order_of
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.match.chains.backward_walk import walk_back
@@ -298,10 +299,9 @@ def _sequence_first(view: GraphView, node: fx.Node) -> bool:
         x = call.get("input")
         if not view.is_tensor(x) or len(view.shape(x)) != 3:
             return False
-        if call.name == "transpose":
-            return {call["dim0"] % 3, call["dim1"] % 3} == {0, 1}
-        if call.name == "permute":
-            return [d % 3 for d in call["dims"]][:2] == [1, 0]
+        order = order_of(call, 3)
+        if order is not None and order != [0, 1, 2]:
+            return order[:2] == [1, 0]
         if not same_sizes(view.shape(x)[:2], view.shape(node)[:2]):
             return False
         node = x

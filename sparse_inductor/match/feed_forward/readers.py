@@ -179,7 +179,7 @@ def _statistics(
         raise _read_by(view, source, reader) from None
     positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
     positive = positive and _not_negative(reading.gate.program)
-    found = statistics(view, source, reader, positive, reading.down.d_dim)
+    found = _Reader(view, source, positive, reading.down.d_dim).follow(source, reader)
     for s in found:
         if counts_only and s.norm == 1:
             raise _read_by(view, source, reader)
@@ -239,29 +239,25 @@ class Statistic:
         return e.cast(t, result.dtype)
 
 
-def statistics(
-    view: GraphView, source: fx.Node, reader: fx.Node, positive: bool, axis: int
-) -> list[Statistic]:
-    """The statistics that a reader of the activation `source` leads to, `axis` being the neurons'.
-
-    positive: the activation is nowhere negative. Raises NoMatch where the reader wants more than that.
-    """
-    return _Reader(view, source, positive, axis).follow(source, reader, (), None, False)
-
-
+@dataclasses.dataclass(frozen=True)
 class _Reader:
-    def __init__(self, view: GraphView, source: fx.Node, positive: bool, axis: int):
-        self.view, self.source, self.positive, self.axis = view, source, positive, axis
+    """Reads statistics of the activation `source`, whose `axis` is the neurons'. positive: it is nowhere negative."""
+
+    view: GraphView
+    source: fx.Node
+    positive: bool
+    axis: int
 
     def follow(
         self,
         x: fx.Node,
         node: fx.Node,
-        passed: tuple[fx.Node, ...],
-        norm: int | None,
-        detached: bool,
+        passed: tuple[fx.Node, ...] = (),
+        norm: int | None = None,
+        detached: bool = False,
     ) -> list[Statistic]:
-        """norm is None while the value is still the activation."""
+        """The statistics that a reader of a value leads to; norm is None while that is still the activation. Raises
+        NoMatch where the reader wants more."""
         call = self.view.call(node)
         if call.inplace or self.view.value(x, node) is not x:
             raise self._decline(node)

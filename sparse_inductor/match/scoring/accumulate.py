@@ -54,7 +54,7 @@ def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     try:
         w = contributions(view, x, axes, node)
     except OfRows as rows:
-        raise rows.of_dense_vectors() if reduced == {n - 1} else rows from None
+        raise NoMatch(rows.reason, rows.node) if reduced == {n - 1} else rows from None
     ones = [()] if call.get("keepdim", False) else []
     out = [kept for a, axis in enumerate(axes) for kept in (ones if a in reduced else [axis])]
     return None if w is None else _padded(node, w, out)
@@ -107,7 +107,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             w = multiplied(view, w, "mul", other, axes[i], node)
         except OfRows as rows:
             kept = {a for axis in out_axes for a in flat(axis)}
-            raise rows if {*w.queries} <= kept else rows.of_dense_vectors() from None
+            raise rows if {*w.queries} <= kept else NoMatch(rows.reason, rows.node) from None
     return _padded(node, w, out_axes)
 
 

@@ -44,11 +44,8 @@ _OF_ONE_WEIGHT = frozenset(
 
 
 class OfRows(NoMatch):
-    """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding."""
-
-    def of_dense_vectors(self) -> NoMatch:
-        """The same, where the products are added up over the features, so that it is no embedding."""
-        return NoMatch(self.reason, self.node)
+    """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding, unless
+    the products are added up over the features."""
 
 
 class Factor(NamedTuple):
