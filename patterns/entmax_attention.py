@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sparse_inductor.patterns.entmax import sorted_sparsemax as sparsemax
 from torch import fx
 
 from sparse_inductor.example import examples_of
@@ -87,15 +88,6 @@ def _rehearse(found: Attention) -> None:
             found.emit(e)
     except Exception as error:
         raise NoMatch(f"its layout cannot be followed ({error})", found.anchor) from None
-
-
-def sparsemax(z: torch.Tensor) -> torch.Tensor:
-    """Martins & Astudillo, algorithm 1."""
-    s, _ = torch.sort(z, dim=-1, descending=True)
-    n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype, device=z.device)
-    c = s.cumsum(-1) - 1
-    size = (n * s > c).sum(-1, keepdim=True)
-    return torch.clamp(z - c.gather(-1, size - 1) / size, min=0)
 
 
 def _inputs(attend: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:

@@ -19,12 +19,12 @@ from torch import fx, nn
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
+from sparse_inductor.graph.fakes import bytes_of, expected
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
-from sparse_inductor.match.feed_forward.entries import Entries, entries
+from sparse_inductor.match.feed_forward.entries import Entries, entries, sizes_of
 from sparse_inductor.pattern import Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -125,21 +125,11 @@ class SparseDecode(Recogniser):
         return DecoderMatch(down, found, nodes, bytes_of(down.source) if saves else 0)
 
     def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
-        down, values = match.down, fake(match.found.values)
-        entries_of_row = max(1, expected(values.shape[-1]))
-        neurons = expected(fake(down.source).shape[-1])
-        return look_up(
-            NAME,
-            fake(down.node).device,
-            tokens=expected_elements(values.shape) // entries_of_row,
-            neurons=neurons,
-            width=expected(fake(down.node).shape[-1]),
-            ratio=neurons // entries_of_row,
-            bits=8 * fake(down.node).dtype.itemsize,
-            training=int(
-                view.needs_grad(match.found.values) or view.needs_grad(down.weight_source)
-            ),
-        )
+        down, values = match.down, match.found.values
+        learnt = view.needs_grad(values) or view.needs_grad(down.weight_source)
+        sizes = sizes_of(down.source, down.node, down.node, learnt)
+        k = max(1, expected(fake(values).shape[-1]))
+        return look_up(NAME, fake(down.node).device, **sizes, ratio=sizes["neurons"] // k)
 
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:

@@ -22,12 +22,17 @@ from torch import fx, nn
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
-from sparse_inductor.match.feed_forward.entries import Activated, activated, decoders_below, entries
+from sparse_inductor.match.feed_forward.entries import (
+    Activated,
+    activated,
+    decoders_below,
+    entries,
+    sizes_of,
+)
 from sparse_inductor.pattern import Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -109,18 +114,9 @@ class SparseProduct(Recogniser):
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
-        activations = fake(match.activations)
-        neurons = expected(activations.shape[-1])
         other = match.anchor if match.op == DECODER else match.linear.source
-        return look_up(
-            NAME,
-            activations.device,
-            tokens=expected_elements(activations.shape) // max(1, neurons),
-            neurons=neurons,
-            width=expected(fake(other).shape[-1]),
-            bits=8 * fake(match.anchor).dtype.itemsize,
-            training=int(view.needs_grad(match.anchor)),
-        )
+        sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
+        return look_up(NAME, fake(match.anchor).device, **sizes)
 
 
 def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:

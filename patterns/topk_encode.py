@@ -21,14 +21,14 @@ from sparse_inductor.epilogue.steps import Step
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.fakes import expected
 from sparse_inductor.graph.no_match import NoMatch, if_matched
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COPIES
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
-from sparse_inductor.match.feed_forward.entries import by_column, is_last
+from sparse_inductor.match.feed_forward.entries import by_column, is_last, sizes_of
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
@@ -138,19 +138,11 @@ class TopkEncode(Recogniser):
         return EncoderMatch(node, chain, scores, k, left, shifted, matched)
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
-        scores = fake(match.scores)
         k = max(1, expected(match.k if isinstance(match.k, int) else fake(match.k)))
-        neurons = expected(scores.shape[-1])
-        return look_up(
-            NAME,
-            scores.device,
-            tokens=expected_elements(scores.shape) // max(1, neurons),
-            neurons=neurons,
-            width=expected(fake(match.chain.linear.source).shape[-1]),
-            ratio=neurons // k,
-            bits=8 * scores.dtype.itemsize,
-            training=int(_learnt(view, match.chain)),
-        )
+        x, learnt = match.chain.linear.source, _learnt(view, match.chain)
+        sizes = sizes_of(match.scores, x, match.scores, learnt)
+        device = fake(match.scores).device
+        return look_up(NAME, device, **sizes, ratio=sizes["neurons"] // k)
 
 
 def _shifted(

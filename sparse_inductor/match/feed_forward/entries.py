@@ -12,7 +12,7 @@ import dataclasses
 from torch import fx
 
 from ...graph.effects import reached
-from ...graph.fakes import expected
+from ...graph.fakes import expected, expected_elements
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -216,3 +216,17 @@ def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
     down = lambda n: n.users if n is node or linears(view, n) is None else ()
     below = reached([node], down, _FURTHEST)
     return [n for n in below if n is not node and linears(view, n) is not None]
+
+
+def sizes_of(
+    activations: fx.Node, other: fx.Node, computed: fx.Node, learnt: bool
+) -> dict[str, int]:
+    """What the break-even points of a product with activations [..., N] depend on, whose other side is [..., D]."""
+    neurons = expected(fake(activations).shape[-1])
+    return {
+        "tokens": expected_elements(fake(activations).shape) // max(1, neurons),
+        "neurons": neurons,
+        "width": expected(fake(other).shape[-1]),
+        "bits": 8 * fake(computed).dtype.itemsize,
+        "training": int(learnt),
+    }
