@@ -34,7 +34,8 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
     written = _Written(view, nodes)
     yield
     new = [n for n in view.graph.nodes if n not in present]
-    ops = [n for n in new if _saves(n)]
+    # operators of ours that autograd records
+    ops = [n for n in new if is_operator(n) and any(t.requires_grad for t in tensors_in(fake(n)))]
     for op in ops:
         for node in op.all_input_nodes:
             if written.later(node):
@@ -113,11 +114,6 @@ def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
             order = memory_order(fake(saved))
             if view.needs_grad(other) and order == list(range(len(view.shape(saved)))):
                 yield saved
-
-
-def _saves(node: fx.Node) -> bool:
-    """Whether a node is an operator of ours that autograd records."""
-    return is_operator(node) and any(t.requires_grad for t in tensors_in(fake(node)))
 
 
 def _copy(node: fx.Node) -> fx.Node:

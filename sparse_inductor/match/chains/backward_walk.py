@@ -152,17 +152,13 @@ class BackwardWalk:
             raise self.decline(f"{name} is not monotone, and no step of an operator")
         if name in COMPARISONS:
             raise self.decline(f"a comparison ({name}) is no step of an operator")
-        if name == "scatter" and self._of_own_terms():
+        src = call.get("src") if name == "scatter" else None
+        if view.is_tensor(src) and same_size(view.shape(src)[call["dim"]], 1):
             raise self.decline(
                 "every token has a weight for its own term alone: scatter_reduce of 'amax' into one row a text makes "
                 "no rows of tokens"
             )
         raise self.decline(f"{name} after the linear is not an elementwise step")
-
-    def _of_own_terms(self) -> bool:
-        """Whether a scatter puts one number a token into a row of the vocabulary."""
-        src, dim = self.call.get("src"), self.call["dim"]
-        return self.view.is_tensor(src) and same_size(self.view.shape(src)[dim], 1)
 
     # Shape and dtype
 

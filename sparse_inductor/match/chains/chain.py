@@ -142,16 +142,13 @@ class Chain:
             self.tail.append(term)
         elif learned and not self.linear_after:
             what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
-            own = self.linear.node in reached(term.nodes, self._later_reads)
+            view, start = self.view, self.view.order[self.linear.node]
+            later = lambda n: [m for m in view.read_by(n) if view.order[m] >= start]
+            own = self.linear.node in reached(term.nodes, later)
             why = "is made of what it is applied to" if own else "needs a gradient"
             raise NoMatch(f"{what} ({label(learned[0])}) {why}", node)
         else:
             self._row(term, node)
-
-    def _later_reads(self, node: fx.Node) -> list[fx.Node]:
-        """What a node reads that does not come before the linear."""
-        order = self.view.order
-        return [n for n in self.view.read_by(node) if order[n] >= order[self.linear.node]]
 
     def _row(self, term: Term, node: fx.Node) -> None:
         # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
@@ -168,7 +165,8 @@ class Chain:
         if kind == "column" and self._linear_so_far():
             self.folded.append((term, node, scale))
             self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
-            self.wide_bias |= term.fn == "add" and self._widens(node)
+            narrow = fake(self.linear.node).dtype.itemsize == 2
+            self.wide_bias |= term.fn == "add" and narrow and self.view.dtype(node) == torch.float32
             return
         if isinstance(term.operand, Normalised):
             raise NoMatch("batch_norm after the activation", node)
@@ -187,10 +185,6 @@ class Chain:
         if term.prepare is not None:
             return NoMatch("division by a number of every output after the activation", node)
         return None
-
-    def _widens(self, node: fx.Node) -> bool:
-        narrow = fake(self.linear.node).dtype.itemsize == 2
-        return narrow and self.view.dtype(node) == torch.float32
 
     def _only_scaled(self) -> bool:
         """Whether what is in the tail commutes with a constant factor."""

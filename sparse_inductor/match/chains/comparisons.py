@@ -159,8 +159,10 @@ def gated(
                 )
             if total and prove(after).direction != 1:
                 raise NoMatch("multiplies by 0 what may be no number", node)
-            if view.needs_grad(below) and (step := _without_slope(after)) is not None:
-                raise NoMatch(f"{step} has no gradient where its result is not kept", node)
+            for later in after if view.needs_grad(below) else ():
+                # Of an interval of numbers it is NaN, with a slope that is NaN, too.
+                if later.fn == "sqrt" or (later.fn == "pow" and later.consts[0] % 1):
+                    raise NoMatch(f"{later} has no gradient where its result is not kept", node)
             step = dataclasses.replace(found, factor=total).step(k)
             assert step is not None
             nodes = (*(n for e in elements[i:] for n in (*e.extra, e.node)), *found.nodes)
@@ -173,11 +175,6 @@ def gated(
             return None
         after = (*steps, *after)
     return None
-
-
-def _without_slope(steps: tuple[Step, ...]) -> Step | None:
-    """The first step that gives NaN for an interval of numbers, with a slope that is NaN, too."""
-    return next((s for s in steps if s.fn == "sqrt" or (s.fn == "pow" and s.consts[0] % 1)), None)
 
 
 def _at(steps: tuple[Step, ...], x: float) -> float:

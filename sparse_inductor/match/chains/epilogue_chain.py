@@ -141,6 +141,10 @@ def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...])
     def beside(makes: Sequence[Make], dim: int, e: Emitter) -> fx.Node:
         return e.call(torch.cat, [e.cast(make(e), dtype) for make in makes], dim)
 
+    def sum_of_biases(e: Emitter) -> fx.Node:
+        add = functools.partial(e.call, operator.add)
+        return functools.reduce(add, [p.emit_bias(e) for p in biases])
+
     biases = [p for p in parts if p.bias is not None]
     return Linear(
         node,
@@ -151,11 +155,6 @@ def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...])
         functools.partial(beside, [p.weight for p in parts], 1),
         biases[0].bias if biases else None,
         within,
-        functools.partial(_sum_of_biases, biases) if biases else None,
+        sum_of_biases if biases else None,
         parts=tuple(parts),
     )
-
-
-def _sum_of_biases(parts: Sequence[Linear], e: Emitter) -> fx.Node:
-    biases = [p.emit_bias(e) for p in parts]
-    return functools.reduce(functools.partial(e.call, operator.add), biases)

@@ -110,8 +110,9 @@ class Probabilities:
                 continue
             if not all(guarded for *_, guarded in self.sums):
                 return None  # a row that this empties is divided by zero
-            if one.negate and _is_nan_of(view, one.keep, one.x):
-                self.nodes.append(one.keep)
+            isnan = view.call(one.keep)
+            if one.negate and isnan.name == "isnan" and view.same_value(isnan["input"], one.x):
+                self.nodes.append(one.keep)  # the operator gives no NaN where rows have no keys
             else:
                 mask = beside(view, one.keep, self.axes, reader, negate=one.negate)
                 self.again.append(mask)
@@ -207,12 +208,6 @@ def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
         (view.const(c, node), factor) for (_, own), (c, factor) in sums(view, node) if own == 1
     )
     return any(c is not None and 0 < c * factor <= least for c, factor in added)
-
-
-def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
-    """Whether a mask is isnan(x): the operator gives no NaN where rows have no keys."""
-    call = view.call(mask)
-    return call.name == "isnan" and view.same_value(call["input"], x)
 
 
 def _multiplied(

@@ -155,7 +155,9 @@ def same_map(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
     if not all(_same_fold(view, p, q) for p, q in zip(a.folded, b.folded)):
         return False
     kept = ([m.columns for m in chain.moves if m.columns is not None] for chain in (a, b))
-    return next(kept) == next(kept) and same_input(view, a, b, anchor)
+    n = len(a.linear.summands)
+    same = next(kept) == next(kept) and n == len(b.linear.summands)
+    return same and all(same_summand(view, (a, i), (b, i), anchor) for i in range(n))
 
 
 def _same_fold(
@@ -214,18 +216,11 @@ def _power(program: Program) -> tuple[float, float] | None:
     return p, c
 
 
-def same_input(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
-    """Whether two branches multiply the same tokens, moved about in the same way."""
-    n = len(a.linear.summands)
-    return n == len(b.linear.summands) and all(
-        same_summand(view, (a, i), (b, i), anchor) for i in range(n)
-    )
-
-
 def same_summand(
     view: GraphView, first: tuple[Chain, int], second: tuple[Chain, int], anchor: fx.Node
 ) -> bool:
-    """The same of a summand of each one's linear map."""
+    """Whether a summand of the linear map of one chain multiplies the same tokens as one of another's, moved about in
+    the same way."""
     (a, i), (b, j) = first, second
     with Emitter(anchor) as e:
         x = a.linear_input(e, part=a.linear.summands[i])

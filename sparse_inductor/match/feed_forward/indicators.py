@@ -46,9 +46,12 @@ def indicator(
     def less(side: tuple[Any, Any, float]) -> EpilogueChain:
         z, other, sign = side
         epilogue = _compared(view, node, z, factor if sign == 1 else None)
-        turned = () if sign == 1 else (Step("mul", (-1.0,)),)
-        terms = (*turned, *_less(view, node, other, sign), *steps)
-        return epilogue.then(Element(node, terms, extra=tuple(extra)))
+        terms: list[Step | Term] = [] if sign == 1 else [Step("mul", (-1.0,))]
+        if (c := view.const(other, node)) is None:
+            terms.append(Term("add", other, prepare=-sign))
+        elif c:
+            terms.append(Step("add", (-sign * c,)))
+        return epilogue.then(Element(node, (*terms, *steps), extra=tuple(extra)))
 
     return first_match(less, ((large, small, 1.0), (small, large, -1.0)))
 
@@ -66,14 +69,6 @@ def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) ->
             reader, z = z, call["input"]
     epilogue = walk_back(view, z, reader)
     return epilogue.then(Element(passed[0], extra=tuple(passed[1:]))) if passed else epilogue
-
-
-def _less(view: GraphView, node: fx.Node, other: Any, sign: float) -> tuple[Step | Term, ...]:
-    """What is left of the difference of both sides, the linear map's apart."""
-    c = view.const(other, node)
-    if c is None:
-        return (Term("add", other, prepare=-sign),)
-    return (Step("add", (-sign * c,)),) if c else ()
 
 
 def lone(program: Program) -> float | None:
@@ -94,12 +89,10 @@ def keeping(epilogue: EpilogueChain) -> Step:
 
 def is_flat(program: Program) -> bool:
     """Whether a program has a comparison in it, through which no gradient goes."""
-    return any(map(_is_comparison, zip(program, program[1:], program[2:])))
-
-
-def _is_comparison(steps: Program) -> bool:
-    first, *rest = steps
-    return (*rest,) == _ONE and first.fn in _KEEPS and first.consts[1] == _NOTHING
+    return any(
+        program[at + 1 : at + 3] == _ONE and step.fn in _KEEPS and step.consts[1] == _NOTHING
+        for at, step in enumerate(program)
+    )
 
 
 def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:

@@ -111,7 +111,9 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
         return other if other is not None and view.same_value(other.index, found.index) else None
 
     w = contributions(view, added.source.node, added.source.axes, node, same_lists)
-    if w is None or not (w.has_weights or _are_lists(view, found)):
+    # Lists of documents are looked up, and no selection of edges: then weights of 1 are BM25S's.
+    several = max(len(view.shape(found.source)), len(view.shape(found.index))) > 1
+    if w is None or not (w.has_weights or several):
         return None
     if docs.obstacle is not None:
         raise docs.obstacle
@@ -180,11 +182,6 @@ def _documents(view: GraphView, rows: Placed, shift: Any = None) -> _Documents |
         reader = x
         x = next((s for s in sides if view.is_tensor(s) and view.const(s) is None), None)
     return _Documents(found, axes, path, shift, obstacle)
-
-
-def _are_lists(view: GraphView, docs: Gather) -> bool:
-    """Whether lists of documents are looked up, and not a selection of edges: then weights of 1 are BM25S's."""
-    return len(view.shape(docs.source)) > 1 or len(view.shape(docs.index)) > 1
 
 
 def _end_to_end(view: GraphView, lists: Postings, shift: Any) -> Postings:
