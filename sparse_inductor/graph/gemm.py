@@ -132,8 +132,13 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     if _exact(beta, node) is None:
         return []
     bias, _ = view.behind(bias, SPREADS)  # what was expanded broadcasts to the same
+
+    def vector(e: Emitter) -> fx.Node:
+        b = bias if len(view.shape(bias)) == 1 else e.method("flatten", bias)
+        return b if beta == 1 else e.call(operator.mul, b, beta)
+
     return [
-        dataclasses.replace(f, bias=bias, make_bias=_vector(view, bias, beta))
+        dataclasses.replace(f, bias=bias, make_bias=vector)
         for f in found
         if only_along(view, bias, view.shape(node), f.v_dim)
     ]
@@ -241,14 +246,6 @@ def _map(
         d_axes=len(reduced),
         v_axes=len(own),
     )
-
-
-def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make:
-    def make(e: Emitter) -> fx.Node:
-        b = bias if len(view.shape(bias)) == 1 else e.method("flatten", bias)
-        return b if beta == 1 else e.call(operator.mul, b, beta)
-
-    return make
 
 
 def _matrix(view: GraphView, w: Operand) -> Operand:

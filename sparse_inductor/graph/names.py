@@ -323,7 +323,8 @@ def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
     for param, _ in params:
         if param.startswith("*"):
             if rest:
-                bound[param[1:]] = tuple(rest[0]) if _is_list(rest) else tuple(rest)
+                listed = len(rest) == 1 and isinstance(rest[0], (tuple, list))
+                bound[param[1:]] = tuple(rest[0] if listed else rest)
                 rest = []
         elif rest:
             bound[param] = rest.pop(0)
@@ -335,10 +336,6 @@ def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
     if any(p not in bound and not optional and not p.startswith("*") for p, optional in params):
         return None
     return bound
-
-
-def _is_list(rest: list) -> bool:
-    return len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size))
 
 
 def stored(node: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, beside, flat
-from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.contraction import Operand, contraction
 from ...graph.effects import reached
 from ...graph.indices import sole
 from ...graph.names import Call
@@ -243,17 +243,13 @@ def _entmax_above(view: GraphView, node: fx.Node) -> bool:
         if not view.call(n):
             return []
         product = contraction(view, n)
-        above = n.all_input_nodes if product is None else _mixed(view, product)
-        return [m for m in above if view.is_tensor(m)]
+        if product is None:
+            return [m for m in n.all_input_nodes if view.is_tensor(m)]
+        # Where heads are mixed, probabilities are of the same keys after it: those that weigh values are gone.
+        found = ((o, transform(view, o.node)) for o in product.operands)
+        return [o.node for o, t in found if t is not None and o.axes[t.dim] in product.axes]
 
     try:
         return any(transform(view, one) is not None for one in reached([node], up, _NEAR))
     except NoMatch:
         return False
-
-
-def _mixed(view: GraphView, product: Contraction) -> list[fx.Node]:
-    """The operands of a product that are probabilities and still are of the same keys after it, as where heads are
-    mixed: those that weigh values are gone."""
-    found = ((o, transform(view, o.node)) for o in product.operands)
-    return [o.node for o, t in found if t is not None and o.axes[t.dim] in product.axes]
