@@ -251,6 +251,13 @@ def broadcast_mask_through_a_flatten(logits, mask):
 
 
 @head()
+def broadcast_mask_in_front_of_other_sequences(logits, mask):
+    """One mask for the batch, applied before its tokens are put together to other sequences."""
+    weights = (tokens(logits) * mask[:1].unsqueeze(-1)).flatten(0, 1)
+    return weights.unflatten(0, (mask.shape[1], -1)).amax(dim=1)
+
+
+@head()
 def mask_through_a_flatten(logits, mask):
     """A mask of every token, applied before [B, S] is flattened and split again."""
     weights = (tokens(logits) * mask.unsqueeze(-1)).flatten(0, 1)
