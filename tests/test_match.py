@@ -468,7 +468,7 @@ def test_a_view_of_the_logits_is_the_same_view_of_the_input(name):
     gm, node, step = moved(lambda h, w: op(F.linear(h, w)), H, W)
     assert (step.v_dim, step.origin) == (v_dim, origin)
     hidden = product(gm).args[0]
-    result, linear_input = splice(gm, node, lambda e: (step.apply(e, hidden, False),), (H, W))
+    result, linear_input = splice(gm, node, lambda e: (step.apply(e, hidden),), (H, W))
     torch.testing.assert_close((linear_input.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim), result)
 
 
@@ -479,7 +479,7 @@ def test_a_mask_takes_the_view_too(name):
     mask = torch.arange(B * S).view(B, S, 1).float()
     gm, node, step = moved(lambda h, w, m: op(F.linear(h, w) * m), H, W, mask)
     operand, hidden = last(gm, "mul").args[1], product(gm).args[0]
-    both = lambda e: (step.apply(e, hidden, False), step.apply(e, operand, True))
+    both = lambda e: (step.apply(e, hidden), step.apply(e, operand))
     result, linear_input, row = splice(gm, node, both, (H, W, mask))
     assert row.shape[v_dim] == 1
     logits = (linear_input.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim)

@@ -27,47 +27,44 @@ class Move:
     """A view op on a tensor whose axis `v_dim` is V.
 
     v_dim, origin: the axis after the move, and for every axis after it the axis before it it came from, or None.
-    apply(e, t, row): take the move of `t`; `row` says that t is a per-row operand, 1 on the V axis and perhaps
-    on others. columns: the entries of V that are kept, a slice or an index tensor, if the move drops some.
+    apply(e, t): take the move of `t`, of another size on the V axis; of a per-row operand, perhaps 1 on others.
+    columns: the entries of V that are kept, a slice or an index tensor, if the move drops some.
     """
 
     v_dim: int
     origin: tuple[int | None, ...]
-    apply: Callable[[Emitter, fx.Node, bool], fx.Node]
+    apply: Callable[[Emitter, fx.Node], fx.Node]
     columns: slice | fx.Node | None = None
 
 
 def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
     """Indexing by numbers and slices, or by one vector beside slices."""
-    at = [d for d, item in enumerate(part.items) if item is not None]
-    columns, others = part.items[at[v]], [part.items[d] for d in at if d != at[v]]
-    tensors = [item for item in (columns, *others) if isinstance(fake(item), torch.Tensor)]
-    alone = len(tensors) == 1 and all(
-        isinstance(i, slice) for i in (columns, *others) if i not in tensors
-    )
-    if tensors and not (
-        alone and fake(tensors[0]).dim() == 1 and fake(tensors[0]).dtype != torch.bool
-    ):
+    items = [item for item in part.items if item is not None]
+    columns = items[v]
+    tensors = [item for item in items if isinstance(fake(item), torch.Tensor)]
+    vectors = [t for t in tensors if fake(t).dim() == 1 and fake(t).dtype != torch.bool]
+    slices = sum(isinstance(item, slice) for item in items)
+    if tensors and (len(tensors), len(vectors), slices) != (1, 1, len(items) - 1):
         what = "outputs of the linear" if columns in tensors else "rows"
         raise NoMatch(f"gathers {what} in a way that is not followed", node)
-    if any(isinstance(item, (list, tuple, bool)) for item in others):
+    if any(isinstance(item, (list, tuple, bool)) for item in items if item is not columns):
         raise NoMatch("gathers rows by a list before the reduction", node)
     if not (columns in tensors or isinstance(columns, slice)):
         raise NoMatch("picks single outputs of the linear", node)
-    kept = list(part.items)
-    kept[at[v]] = slice(None)
+    kept = [*part.items]
+    kept[[d for d, item in enumerate(kept) if item is not None][v]] = slice(None)
     if any(isinstance(i, slice) and isinstance(i.stop, torch.SymInt) for i in part.items):
         raise NoMatch(f"{label(part.passed[0])} has pieces of unknown size", node)
     origin = Taken(part.x, [slice(None) if i in tensors else i for i in kept]).origin
 
-    def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+    def apply(e: Emitter, t: fx.Node) -> fx.Node:
         index: list[Any] = []
         a = 0
         for item in kept:
             if item is None:
                 index.append(None)
                 continue
-            single = row and same_size(fake(t).shape[a], 1) and not same_size(shape[a], 1)
+            single = same_size(fake(t).shape[a], 1) and not same_size(shape[a], 1)
             index.append(item if not single else 0 if isinstance(item, int) else slice(None))
             a += 1
         if all(i == slice(None) for i in index):
@@ -107,7 +104,7 @@ def reshaped(
         for p in range(n)
     )
 
-    def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+    def apply(e: Emitter, t: fx.Node) -> fx.Node:
         shape = fake(t).shape
         single = [a != v and not same_size(s, b) for a, (s, b) in enumerate(zip(shape, before))]
         if any(single):
@@ -167,7 +164,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
     order = order_of(call, n)
     if order is not None:
         dims = tuple(order)
-        return Move(dims.index(v), dims, lambda e, t, row: e.method("permute", t, dims))
+        return Move(dims.index(v), dims, lambda e, t: e.method("permute", t, dims))
     if (part := taken(view, call)) is not None:
         return _index(node, view.shape(part.x), part, v)
     match call.name:
@@ -180,7 +177,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             if d == v:
                 raise NoMatch("splits the linear's output axis", node)
             origin = (*range(d), *[None] * (len(after) - n + 1), *range(d + 1, n))
-            apply = lambda e, t, row: e.method("unflatten", t, d, sizes)
+            apply = lambda e, t: e.method("unflatten", t, d, sizes)
             return Move(origin.index(v), origin, apply)
         case "expand" | "expand_as":
             return _expand(node, call, before, after, v)
@@ -193,8 +190,8 @@ def _expand(node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> M
     new = len(after) - len(before)
     origin = (*[None] * new, *range(len(before)))
     if all(same_size(a, b) for a, b in zip(after[new:], before)) and new == 0:
-        return Move(v, origin, lambda e, t, row: t)
+        return Move(v, origin, lambda e, t: t)
     if call.name == "expand_as":
         raise NoMatch("expands the linear's result", node)
     sizes = [-1 if p == v + new else s for p, s in enumerate(call["sizes"])]
-    return Move(v + new, origin, lambda e, t, row: e.method("expand", t, tuple(sizes)))
+    return Move(v + new, origin, lambda e, t: e.method("expand", t, tuple(sizes)))

@@ -272,7 +272,7 @@ class Chain:
         """The linear's input, or that of a part of it, in the shape of the frame, D in the place of V."""
         t = (part or self.linear).linear_input(e)
         for m in self.moves[:upto]:
-            t = m.apply(e, t, False)
+            t = m.apply(e, t)
         return t
 
     def weight_and_bias(self, e: Emitter) -> Pair:
@@ -353,7 +353,7 @@ class Chain:
             t = self._aligned(e, row.term.operand, row.at)
         t = prepared(e, t, row.term.prepare)
         for m in self.moves[row.at :]:
-            t = m.apply(e, t, True)
+            t = m.apply(e, t)
         return t
 
     def _assigned(self, e: Emitter, operand: Assigned, at: int) -> fx.Node:
