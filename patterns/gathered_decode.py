@@ -46,7 +46,7 @@ class GatheredMatch:
     indices: fx.Node
     weight: fx.Node
     matched_nodes: tuple[fx.Node, ...]
-    bytes_saved: int | None
+    bytes_saved: int | None = 0
     ones: tuple[Sequence[int], Sequence[int]] = ((), ())
     pattern, op = NAME, OP
 
@@ -99,9 +99,8 @@ class GatheredDecode(Recogniser):
                     continue
                 if gather.gradient:
                     raise NoMatch(gather.gradient, gather.node)
-                parts = (values.node, gather.index, gather.source)
-                nodes = (rows.node, *product.nodes)
-                return self._checked(view, nodes, gather.node, top, *parts, ones)
+                parts = (values.node, gather.index, gather.source, (rows.node, *product.nodes))
+                return _checked(view, GatheredMatch(node, gather.node, *parts, ones=ones), top)
         return None
 
     def _bag(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
@@ -118,39 +117,7 @@ class GatheredDecode(Recogniser):
             raise NoMatch("the bags renormalise the rows of the weight", node)
         if why := table_gradient(call):
             raise NoMatch(why, node)
-        return self._checked(view, (node,), node, top, values, indices, weight)
-
-    def _checked(
-        self,
-        view: GraphView,
-        nodes: tuple[fx.Node, ...],
-        gather: fx.Node,
-        top: fx.Node,
-        values: fx.Node,
-        indices: fx.Node,
-        weight: fx.Node,
-        ones: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    ) -> GatheredMatch | None:
-        """nodes: what multiplies and sums up, the anchor last. top: the topk that the indices are of."""
-        anchor = nodes[-1]
-        check_operands(anchor, values, weight)
-        dtype = fake(anchor).dtype
-        if not (dtype.is_floating_point and fake(values).dtype.is_floating_point):
-            raise NoMatch(f"the decoder computes in {dtype}", anchor)
-        if len(view.shape(weight)) != 2:
-            return None
-        chosen = view.call(top)["input"]
-        if not same_size(view.shape(weight)[0], view.shape(chosen)[-1]):
-            raise NoMatch("the weight has not one row for each column that topk chose from", gather)
-        learnt = view.needs_grad(weight)
-        check_followed(view, {gather} - {anchor}, anchor, learnt)
-        check_followed(view, nodes, anchor, learnt or view.needs_grad(values))
-        inside = {gather, *nodes}
-        if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
-            raise NoMatch("the gathered rows, or their products, are read elsewhere, too", gather)
-        saved = bytes_of(gather) if gather is not anchor and view.needs_grad(values) else 0
-        ordered = tuple(sorted(inside, key=view.order.__getitem__))
-        return GatheredMatch(anchor, gather, values, indices, weight, ordered, saved, ones)
+        return _checked(view, GatheredMatch(node, node, values, indices, weight, (node,)), top)
 
     def worth(self, match: GatheredMatch, view: GraphView) -> Worth:
         indices = fake(match.indices).shape
@@ -164,6 +131,29 @@ class GatheredDecode(Recogniser):
             training=int(training),
             bag=int(match.gather is match.anchor),
         )
+
+
+def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMatch | None:
+    """A match whose nodes are what multiplies and sums up. top: the topk that the indices are of."""
+    anchor, gather, values, weight = found.anchor, found.gather, found.values, found.weight
+    check_operands(anchor, values, weight)
+    dtype = fake(anchor).dtype
+    if not (dtype.is_floating_point and fake(values).dtype.is_floating_point):
+        raise NoMatch(f"the decoder computes in {dtype}", anchor)
+    if len(view.shape(weight)) != 2:
+        return None
+    chosen = view.call(top)["input"]
+    if not same_size(view.shape(weight)[0], view.shape(chosen)[-1]):
+        raise NoMatch("the weight has not one row for each column that topk chose from", gather)
+    learnt = view.needs_grad(weight)
+    check_followed(view, {gather} - {anchor}, anchor, learnt)
+    check_followed(view, found.matched_nodes, anchor, learnt or view.needs_grad(values))
+    inside = {gather, *found.matched_nodes}
+    if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
+        raise NoMatch("the gathered rows, or their products, are read elsewhere, too", gather)
+    saved = bytes_of(gather) if gather is not anchor and view.needs_grad(values) else 0
+    ordered = tuple(sorted(inside, key=view.order.__getitem__))
+    return dataclasses.replace(found, matched_nodes=ordered, bytes_saved=saved)
 
 
 def _gathered(view: GraphView, node: fx.Node) -> Gather | None:
