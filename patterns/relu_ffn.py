@@ -92,7 +92,7 @@ class BlockMatch:
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        return _reads(self.reading, self.others, self.reading.down.node)
+        return _reads(self.reading, self.others)
 
     @property
     def ends(self) -> tuple[fx.Node, ...]:
@@ -230,11 +230,11 @@ class ReluFfn(Recogniser):
             raise NoMatch("the two projections read different inputs", up.linear.node)
         inside = [n for b in reading.branches for n in b.nodes]
         nodes = matched_nodes(view, [*inside, *down.within, node])
-        others, nodes = other_readers(view, reading, nodes, node)
+        others, nodes = other_readers(view, reading, nodes)
         at = min([node, *others.ends], key=view.order.__getitem__)
         apart = {n for s, _ in others.statistics for n in (*s.nodes, s.node)}
         at = outside_no_grad(view, {*nodes} - apart, at, "within the block")
-        late = [t for t, _ in _reads(reading, others, node) if view.order[t] >= view.order[at]]
+        late = [t for t, _ in _reads(reading, others) if view.order[t] >= view.order[at]]
         if late:
             what = "an activation" if others.downs else "a statistic"
             raise NoMatch(f"{what} is read before {label(late[0])} is there", at)
@@ -246,9 +246,9 @@ class ReluFfn(Recogniser):
         weight = down.weight_source
         asked = view.needs_grad(weight) and all(isinstance(n, int) for n in fake(weight).shape)
         more = [d for d in others.downs if d.width is None or not asked]
-        check_joined(view, [one.parts, [down, *more]], down, node)
+        check_joined(view, [one.parts, [down, *more]], down)
         saved = functools.partial(_bytes_saved, view, reading)
-        if (total := residual_sum(view, reading, node)) is not None and not others.ends:
+        if (total := residual_sum(view, reading)) is not None and not others.ends:
             end, residual = total
             with contextlib.suppress(NoMatch):
                 with_sum = (*nodes, end)
@@ -296,11 +296,11 @@ class ReluFfn(Recogniser):
         return kept, []
 
 
-def _reads(reading: Reading, others: Others, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """What a block that ends in `node` reads, each with the node that reads it."""
+def _reads(reading: Reading, others: Others) -> list[tuple[fx.Node, fx.Node]]:
+    """What a block reads, each with the node that reads it."""
     down = reading.down
     reads = [r for b in reading.branches for r in b.reads]
-    reads += [(t, node) for t in down.read]
+    reads += [(t, down.node) for t in down.read]
     return reads + [(t, d.node) for d in others.downs for t in (d.weight_source, *d.also)]
 
 

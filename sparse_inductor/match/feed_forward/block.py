@@ -247,11 +247,10 @@ def joined(view: GraphView, gate: Chain, up: Chain | None, anchor: fx.Node) -> J
     return Joined((gate, up), (*inputs, *((None, j) for j in left)))
 
 
-def check_joined(
-    view: GraphView, groups: Sequence[Sequence[Linear]], down: Linear, node: fx.Node
-) -> None:
-    """Raises NoMatch where weights of one group would have to be joined at every call of the block that ends in `node`,
+def check_joined(view: GraphView, groups: Sequence[Sequence[Linear]], down: Linear) -> None:
+    """Raises NoMatch where weights of one group would have to be joined at every call of the block that ends in `down`,
     and that would take too long."""
+    node = down.node
     groups = [g for g in groups if len(g) > 1]
     weights = [p.weight_source for g in groups for p in g]
     sizes = [static_size(n) for w in weights for n in fake(w).shape]
@@ -271,15 +270,14 @@ def check_joined(
         raise NoMatch(f"{what}, too many for {few} tokens: merge the adapters", node)
 
 
-def residual_sum(
-    view: GraphView, reading: Reading, node: fx.Node
-) -> tuple[fx.Node, fx.Node] | None:
+def residual_sum(view: GraphView, reading: Reading) -> tuple[fx.Node, fx.Node] | None:
     """(a sum, the residual in it) where the block of a single token is read for nothing else, in inference.
 
     The operator adds it on its way, for less than a kernel of its own costs; of more tokens Inductor fuses the sum with
     what comes after it.
     """
-    down, sizes = reading.down, view.shape(node)
+    down, node = reading.down, reading.down.node
+    sizes = view.shape(node)
     plain = down.order is None and not down.also and not reading.tokens
     alone = all(isinstance(n, int) for n in sizes) and math.prod(sizes[:-1]) == 1
     if not (plain and alone and down.v_dim == len(sizes) - 1 and len(node.users) == 1):

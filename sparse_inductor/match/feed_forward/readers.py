@@ -43,7 +43,7 @@ class Others:
 
 
 def other_readers(
-    view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
+    view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...]
 ) -> tuple[Others, tuple[fx.Node, ...]]:
     """Everybody else who reads the activations, if it is for a statistic or an adapter, and the nodes with theirs.
 
@@ -51,9 +51,12 @@ def other_readers(
     """
     found: list[tuple[Statistic, str]] = []
     downs: list[Linear] = []
-    for source, reader in outside_readers(view, nodes, set(nodes), {anchor}):
-        down = _further_down(view, reading, source, reader, anchor)
-        down = down or _weighted_sum(view, reading, source, reader, anchor)
+    own = reading.down
+    for source, reader in outside_readers(view, nodes, set(nodes), {own.node}):
+        down = None
+        if view.same_read(own.source, own.node, source, reader):
+            down = _further_down(view, own, source, reader)
+            down = down or _weighted_sum(view, reading, source, reader)
         if down is not None:
             downs.append(down)
         else:
@@ -61,25 +64,13 @@ def other_readers(
     others = Others(tuple(found), tuple(downs))
     taken = [n for s, _ in found for n in s.nodes] + [n for d in downs for n in d.within]
     nodes = matched_nodes(view, [*nodes, *taken, *others.ends])
-    for source, reader in outside_readers(view, nodes, set(nodes), {anchor, *others.ends}):
+    for source, reader in outside_readers(view, nodes, set(nodes), {own.node, *others.ends}):
         raise _read_by(view, source, reader)
     return others, nodes
 
 
-def _is_theirs(
-    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
-) -> bool:
-    """Whether a reader reads what the block's own down projection does."""
-    return view.same_read(reading.down.source, anchor, source, reader)
-
-
-def _further_down(
-    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
-) -> Linear | None:
+def _further_down(view: GraphView, down: Linear, source: fx.Node, reader: fx.Node) -> Linear | None:
     """The first projection of an adapter, where a reader is one: of what the block's own reads, over the same axes."""
-    down = reading.down
-    if not _is_theirs(view, reading, source, reader, anchor):
-        return None
     passed: list[fx.Node] = []
     while _changes_nothing(view, reader) and len(readers := list(view.readers(reader))) == 1:
         passed.append(reader)
@@ -88,13 +79,13 @@ def _further_down(
         same = one.source is source and (one.v_dim, one.order) == (down.v_dim, down.order)
         plain = one.bias is None and not (one.within or one.also or one.v_axes > 1)
         same = same and fake(reader).dtype == fake(down.node).dtype
-        if same and plain and _adapts(view, reader, anchor):
+        if same and plain and _adapts(view, reader, down.node):
             return dataclasses.replace(one, within=tuple(passed))
     return None
 
 
 def _weighted_sum(
-    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
 ) -> Linear | None:
     """The activations, each times a number of its neuron, added up: one more row of the down weight. Sparse
     autoencoders weigh their L1 term by the norms of the decoder's rows."""
@@ -103,9 +94,7 @@ def _weighted_sum(
     if call.name != "mul" or call.inplace or down.order is not None:
         return None
     w = call["other"] if call["input"] is source else call["input"]
-    if not view.is_tensor(w) or not _is_theirs(view, reading, source, reader, anchor):
-        return None
-    if not only_along(view, w, shape, axis):
+    if not view.is_tensor(w) or not only_along(view, w, shape, axis):
         return None
     plain = not (reading.factors or reading.tokens)
     positive = plain and all(_not_negative(b.program) for b in reading.branches)
@@ -129,7 +118,7 @@ def _weighted_sum(
     dims = call.get("dim")
     dims = list(range(len(shape))) if dims is None else dims
     dims = [d % len(shape) for d in listed(dims)]
-    made = made_again(view, w, min(anchor, node, key=view.order.__getitem__))
+    made = made_again(view, w, min(down.node, node, key=view.order.__getitem__))
     if axis not in dims or view.dtype(node) != fake(down.node).dtype or made is None:
         return None
     keeps = bool(call.get("keepdim"))
