@@ -336,9 +336,8 @@ class BackwardWalk:
 
         def terms(at: int, operand: Any, c: float | None) -> tuple:
             if at == 1:
-                return Step("pow", (-1.0,)), Step("mul", (c,)) if c is not None else Term(
-                    "mul", operand
-                )
+                tail = Step("mul", (c,)) if c is not None else Term("mul", operand)
+                return Step("pow", (-1.0,)), tail
             if c == 0:
                 raise self.decline("division by zero")
             if c is None:

@@ -248,9 +248,16 @@ def _chosen(
             return None
         term = c * factor
     elif call.name in VIEWS and axes and view.is_tensor(x):
-        axes = if_matched(above, view, node, call, axes) or ()
+        moved = if_matched(above, view, node, call, axes)
+        if moved is None:
+            return None
+        axes = moved
     elif call.name not in COPIES | {"cast"}:
         return None
+    if call.name not in VIEWS and axes and view.is_tensor(x):  # it may be broadcast to the number
+        sizes = view.shape(x)
+        last = axes[len(axes) - len(sizes) :]
+        axes = [() if same_size(size, 1) else axis for size, axis in zip(sizes, last)]
     inner = choice(view, x, node, axes, numbers) if math.isfinite(scale) else None
     if inner is None:
         return None
@@ -296,7 +303,7 @@ def mixed(
         if rest is None or keep is None or not keep.is_binary:
             continue
         zero, fill = (rest.on, rest.off) if keep.on == 1 else (rest.off, rest.on)
-        if zero == 0 and view.same_value(keep.mask, rest.mask):
+        if zero == 0 and view.same_read(keep.mask, keep.reader, rest.mask, rest.reader):
             return x, m, fill
     return None
 

@@ -70,6 +70,10 @@ each(
     product_and_fill=lambda s, mask: (
         s * mask[:, None, None] + torch.where(mask[:, None, None], 0.0, -1e4)
     ),
+    # made for more keys than there are
+    part_of_an_extended_mask=lambda s, mask: (
+        s + added(torch.cat((mask, mask), 1)[:, None, None])[..., :L]
+    ),
     # old BERT
     extended_mask_in_place=lambda s, mask: s.add_((1 - mask[:, None, None].float()) * -10000.0),
     # a mask that is made in the graph, -inf back to finfo.min by clamp
