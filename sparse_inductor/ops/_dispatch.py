@@ -222,7 +222,7 @@ def inline(
 
     Only if sizes, strides and numbers are all known and `applies` says so of the arguments: a launch is planned from
     them, and must not become a guard. An exported program keeps the operator, and so does one whose kernel has failed
-    in this process: the operator has other layers.
+    in this process: the operator has other layers. Triton's interpreter launches nothing.
     """
 
     def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def inline(
             compat.keeps_operators()
             or is_lowered(op, args[0])
             or not _settled(args)
-            or not applies(*args)
+            or not (replays() and applies(*args))
         ):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         try:

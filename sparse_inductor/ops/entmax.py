@@ -173,14 +173,8 @@ def _shared_backward(grad, y, alpha, alpha_value, dim, needs) -> Rule:
     return rule.backward(rule.outputs, (), rule.inputs)
 
 
-def _captures(x: Tensor) -> bool:
-    """Whether the rows of x are a matter of kernels that Inductor can launch."""
-    rows = _rows(x)
-    return rows is not aten and rows.captures()
-
-
 _autograd = by_gradient("entmax", _forward, _Entmax.apply, (0, 1))
 register(_lib, "entmax", _forward, _fake, _shared, _autograd)
 register(_lib, "entmax_backward", _backward, _fake_backward, _shared_backward)
-inline(_lib, "entmax", _forward, lambda x, *_: _captures(x))
-inline(_lib, "entmax_backward", _backward, lambda grad, y, *_: _captures(y))
+inline(_lib, "entmax", _forward, lambda x, *_: _rows(x) is not aten)
+inline(_lib, "entmax_backward", _backward, lambda grad, y, *_: _rows(y) is not aten)

@@ -191,12 +191,6 @@ def _outer(values, x, entry, start, total, ends, turned, **run):
         return _sums(x, values).outer(as_rows(values), as_rows(x), by, turned, **run)
 
 
-def _captures(*tensors: Tensor) -> bool:
-    """Whether the operator is a matter of kernels that Inductor can launch."""
-    sums = _sums(*tensors)
-    return sums is not aten and tensors[0].is_cuda and sums.captures()
-
-
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
     """(of a weight [N, D], which lies in memory as the weight does, of a bias [N])."""
     ops = torch.ops.sparse_inductor
@@ -309,10 +303,13 @@ register(_lib, "sparse_columns", _columns, _fake_columns, whole)
 register(_lib, "sparse_outer", _outer, _fake_outer, whole)
 # Not the lists: both weights' gradients ask for the same, and in a graph the operator is called once.
 inline(
-    _lib, "topk_encode", _encode, lambda x, weight, bias, scores, k, *_: k and _captures(x, weight)
+    _lib,
+    "topk_encode",
+    _encode,
+    lambda x, weight, bias, scores, k, *_: k and suit_kernels(x, weight),
 )
 inline(
-    _lib, "sparse_decode", _decode, lambda values, indices, weight, *_: _captures(values, weight)
+    _lib, "sparse_decode", _decode, lambda values, indices, weight, *_: suit_kernels(values, weight)
 )
-inline(_lib, "sparse_dots", _dots, _captures)
-inline(_lib, "sparse_outer", _outer, lambda values, x, *_: _captures(x, values))
+inline(_lib, "sparse_dots", _dots, suit_kernels)
+inline(_lib, "sparse_outer", _outer, lambda values, x, *_: suit_kernels(x, values))

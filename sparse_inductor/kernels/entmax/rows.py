@@ -547,11 +547,6 @@ def applies(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.numel() > 0
 
 
-def captures() -> bool:
-    """Whether `launch.captured` takes the kernels: the interpreter's are plain Python."""
-    return isinstance(_forward_kernel, triton.JITFunction)
-
-
 def forward(
     x: Tensor,
     alpha: float | Tensor,

@@ -31,11 +31,6 @@ MASKS = 256 << 20
 TILE, TURNED = 64, 128 << 20
 
 
-def captures() -> bool:
-    """Whether `launch.captured` takes the kernels: the interpreter's are plain Python."""
-    return isinstance(_decode_kernel, triton.JITFunction)
-
-
 def addressable(t: Tensor) -> Tensor:
     """A matrix with unit stride along its rows."""
     return t if t.stride(1) == 1 else t.contiguous()
