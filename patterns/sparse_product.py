@@ -23,7 +23,7 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.gemm import Linear, linears
-from sparse_inductor.graph.no_match import NoMatch, if_matched
+from sparse_inductor.graph.no_match import NoMatch, if_matched, remembered
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.feed_forward.entries import (
@@ -119,6 +119,7 @@ class SparseProduct(Recogniser):
         return look_up(NAME, fake(match.anchor).device, **sizes)
 
 
+@remembered
 def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
     """The reading of a product that takes activations which are kept, and those; not of k entries a row, which has an
     operator."""
