@@ -232,8 +232,8 @@ class _SparseScores(torch.autograd.Function):
         return grad, *(None for _ in range(7))
 
 
-def _check_no_gradient(values: bool) -> None:
-    if values:
+def _check_no_gradient(wanted: bool) -> None:
+    if wanted:
         raise ValueError(
             "values must not require a gradient: sparse_scores has one for the query only"
         )

@@ -47,7 +47,7 @@ def counts(
 
 
 def count(x: Tensor, counters: Tensor, first: int, number: int, dim: int, positive: bool) -> None:
-    """Add to so many counters [2, *] from the first one on what `counts` says of x, if that is due."""
+    """Add what `counts` says of x to counters[:, first : first + number], if that is due."""
     # What a CUDA graph records is counted whenever that runs.
     if not call.due and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return

@@ -137,7 +137,7 @@ class Profile:
     ) -> None:
         self.sites = tuple(sites)
         with torch.inference_mode(False):
-            # Active elements, and of how many; of all blocks, for each tensor that a graph is given costs the host.
+            # Active elements, and of how many, of all blocks: each tensor that a graph is given costs the host.
             number = sum(site.counters for site in self.sites)
             self.counters = torch.zeros(2, number, dtype=torch.int64, device=device)
         self._code = code

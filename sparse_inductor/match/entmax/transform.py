@@ -146,8 +146,16 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
     return found
 
 
+def _is_another(view: GraphView) -> bool:
+    """`compiles_another`, asked once a graph."""
+    known = view.remembered.setdefault(compiles_another, {})
+    if None not in known:
+        known[None] = compiles_another()
+    return bool(known[None])
+
+
 def _transform(view: GraphView, node: fx.Node) -> Transform | None:
-    if not view.is_tensor(node) or not view.dtype(node).is_floating_point or compiles_another():
+    if not view.is_tensor(node) or not view.dtype(node).is_floating_point or _is_another(view):
         return None
     call = view.call(node)
     if call.name in _OTHERS:
