@@ -8,6 +8,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,6 +185,34 @@ def cuda_error(code: int) -> str:
     text = ctypes.c_char_p()
     cuda_driver().cuGetErrorString(code, ctypes.byref(text))
     return (text.value or b"unknown").decode()
+
+
+@functools.cache
+def _torch_in_c(kind: str) -> ctypes.CDLL:
+    """The library with the C functions that AOTInductor's programs call, of a type of device."""
+    return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libtorch_{kind}.so"))
+
+
+@functools.cache
+def product_functions(kind: str, name: str) -> list[ctypes.c_void_p] | None:
+    """Addresses of the C functions that make a tensor of given memory on a type of device, that release it, and that
+    compute a product, such as "mm_out"; None where this torch lacks one."""
+    names = "create_tensor_from_blob", "delete_tensor_object", f"{kind}_{name}"
+    try:
+        library = _torch_in_c(kind)
+        return [ctypes.cast(library[f"aoti_torch_{n}"], ctypes.c_void_p) for n in names]
+    except (OSError, AttributeError):
+        return None
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """A dtype as those functions take it."""
+    return int(_torch_in_c("cpu")[f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}"]())
+
+
+def device_type_code(kind: str) -> int:
+    """A type of device as those functions take it."""
+    return int(_torch_in_c("cpu")[f"aoti_torch_device_type_{kind}"]())
 
 
 def works_beside_captures() -> bool:

@@ -322,6 +322,57 @@ def test_what_aten_computes_on_the_way_is_computed_again(autocast):
     assert [type(plan) for plan in replay._plans.values()] == [replay._Plan]
 
 
+def product_of(x: Tensor, w: Tensor, kind: str) -> Tensor:
+    """A product of x [4, 5] and w [6, 5]."""
+    if kind == "mm":
+        return x @ w.t()
+    if kind == "mm, out":
+        return torch.mm(x.t()[:, 1:], x[1:], out=x.new_empty(5, 5))
+    if kind == "addmm":
+        return torch.addmm(w.view(-1)[:6], x, w.t())
+    if kind == "addmm, out":
+        return torch.addmm(x[0, :1], x, w.t(), out=x.new_empty(4, 6))
+    return (x @ w.t()).addmm_(x, w.t())
+
+
+PRODUCTS = ("mm", "mm, out", "addmm", "addmm, out", "addmm, in place")
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_products_are_made_among_the_launches(kind, there, monkeypatch):
+    if not there:
+        monkeypatch.setattr(compat, "product_functions", lambda *_: None)
+    kernel = Kernel(double)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        doubled = torch.empty_like(x)
+        launch(kernel, (1,), (x, doubled, x.numel()), {"F": 2}, 4)
+        product = product_of(doubled, w, kind)
+        out = torch.empty_like(product)
+        launch(kernel, (1,), (product, out, out.numel()), {"F": 2}, 4)
+        return out
+
+    call = replay.replayed(fn)
+    for x in draws(5):
+        w = torch.randn(6, 5)
+        torch.testing.assert_close(call(x, w), 2 * product_of(2 * x, w, kind))
+    (plan,) = replay._plans.values()
+    assert type(plan) is replay._Plan and (len(plan._parts) == 1) == there
+
+
+def test_a_product_that_fails_says_so(monkeypatch):
+    functions = compat.product_functions("cpu", "mm_out")
+    failing = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(lambda *_: 1)
+    address = ctypes.cast(failing, ctypes.c_void_p)
+    monkeypatch.setattr(compat, "product_functions", lambda *_: [*functions[:2], address])
+    call = replay.replayed(lambda x: x @ x.t())
+    for x in draws(2):
+        call(x)
+    with pytest.raises(RuntimeError, match="a matrix product failed"):
+        call(x)
+
+
 def test_views_and_allocations_are_nothing_more():
     call = operator(Kernel(double), lambda t: torch.empty_like(t.view(2, -1).t()))
     assert planned(call) == 2

@@ -1,7 +1,7 @@
 // The launches of a recorded call (replay.py), made one after the other with new addresses.
 //
-// A step launches a kernel or writes zeros. What differs from call to call is in one array of 64-bit words: addresses,
-// then the handle of the stream.
+// A step launches a kernel, writes zeros or has torch multiply matrices. What differs from call to call is in one array
+// of 64-bit words: addresses, then the handle of the stream.
 
 #include <cuda.h>
 #include <stdint.h>
@@ -32,7 +32,28 @@ enum { MOST_PARAMETERS = 256, MOST_MAPS = 16, MOST_ATTRIBUTES = 4 };
 // Behind its parameters a kernel of Triton has two pointers to scratch memory, here null.
 enum { SCRATCH = 2 };
 
-enum { LAUNCH, ZEROS };
+// A matrix, or a bias, for a product: where it is, in the words, and its layout.
+typedef struct {
+    int64_t base, offset;
+    int64_t dim, size[2], stride[2];
+    int64_t dtype;
+} Operand;
+
+// Functions of torch's C interface, as AOTInductor's programs call them (aoti_torch/c/shim.h): to make a tensor of memory
+// that there is and to let go of it, and the product; a tensor is a handle, and 0 is success.
+typedef struct {
+    int (*tensor)(void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, void**);
+    int (*release)(void*);
+    union {
+        int (*mm)(void* out, void* a, void* b);
+        int (*mm_dtype)(void* out, void* a, void* b, int32_t dtype);
+        int (*addmm)(void* out, void* bias, void* a, void* b, double beta, double alpha);
+    };
+} Torch;
+
+enum { LAUNCH, ZEROS, MM, MM_DTYPE, ADDMM };
+// What a failing product returns, which is no error of the driver.
+enum { FAILED = -1, MOST_OPERANDS = 4 };
 
 typedef struct {
     int kind;
@@ -44,6 +65,9 @@ typedef struct {
     int count;
     Parameter* parameters;
     CUtensorMap* maps;
+    Torch torch;  // products: of `count` operands on this device, the result first
+    int device_type, device;
+    Operand operands[MOST_OPERANDS];
 } Step;
 
 typedef struct {
@@ -76,6 +100,26 @@ static CUresult launch(const Driver* driver, Step* step, const uint64_t* words, 
     config.hStream = stream;
     config.attrs = step->attributes;
     return driver->launch(&config, step->function, given, NULL);
+}
+
+static int multiply(const Step* step, const uint64_t* words) {
+    const Torch* torch = &step->torch;
+    void* t[MOST_OPERANDS] = {NULL};
+    int failed = 0;
+    for (int i = 0; i < step->count && !failed; i++) {
+        const Operand* o = &step->operands[i];
+        failed = torch->tensor((void*)(words[o->base] + o->offset), o->dim, o->size, o->stride, 0, o->dtype,
+                               step->device_type, step->device, &t[i]);
+    }
+    // To add in place, torch wants one tensor, not two of the same memory.
+    void* bias = memcmp(&step->operands[0], &step->operands[1], sizeof(Operand)) ? t[1] : t[0];
+    if (!failed)
+        failed = step->kind == MM         ? torch->mm(t[0], t[1], t[2])
+                 : step->kind == MM_DTYPE ? torch->mm_dtype(t[0], t[1], t[2], step->operands[0].dtype)
+                                          : torch->addmm(t[0], bias, t[2], t[3], 1.0, 1.0);
+    for (int i = 0; i < step->count; i++)
+        if (t[i]) torch->release(t[i]);
+    return failed ? FAILED : 0;
 }
 
 // Whether the driver knows the kernel with these parameters; floats get the bits of their size.
@@ -200,19 +244,34 @@ int sparse_launches_zeros(Plan* plan, int base, size_t offset, size_t bytes) {
     return add(plan, step);
 }
 
+// kind: 0 to 2, of MM and those behind it. device: its type and number, as torch's C functions take them. 0 where it was added.
+int sparse_launches_product(Plan* plan, const Torch* torch, int kind, const int64_t* device, int count,
+                            const void* operands) {
+    Step* step = count <= MOST_OPERANDS ? step_of(MM + kind, 0, 0) : NULL;
+    if (step) {
+        step->torch = *torch;
+        step->device_type = device[0];
+        step->device = device[1];
+        step->count = count;
+        memcpy(step->operands, operands, count * sizeof(Operand));
+    }
+    return add(plan, step);
+}
+
 int sparse_launches_count(const Plan* plan) { return plan->count; }
 
 // Steps from `first` up to `last`; 0, or the error with which one of them failed.
 int sparse_launches_run(Plan* plan, int first, int last, const uint64_t* words) {
     const Driver* driver = &plan->driver;
     CUcontext current = NULL;
-    CUresult failed = driver->context(&current);
+    int failed = driver->context(&current);
     if (!failed && !current) failed = driver->set_context(plan->context);
     CUstream stream = (CUstream)words[plan->stream];
     for (int i = first; i < last && !failed; i++) {
         Step* step = plan->steps[i];
-        failed = step->kind == LAUNCH ? launch(driver, step, words, stream)
-                                      : driver->set(words[step->base] + step->offset, 0, step->bytes, stream);
+        failed = step->kind == LAUNCH  ? launch(driver, step, words, stream)
+                 : step->kind == ZEROS ? driver->set(words[step->base] + step->offset, 0, step->bytes, stream)
+                                       : multiply(step, words);
     }
     return failed;
 }

@@ -1,4 +1,5 @@
-"""A list of launches that is made again with other addresses, in one call of C (launches.c)."""
+"""A list of launches, and of products of matrices, that is made again with other addresses, in one call of C
+(launches.c)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from ... import compat
 from ...compat.triton import KernelLaunch, headers
@@ -49,6 +52,19 @@ class TensorMap(NamedTuple):
 Parameter = int | float | Address | TensorMap
 
 
+class View(NamedTuple):
+    """A tensor somewhere."""
+
+    at: Address
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+# Products, in the order of launches.c: what they are given is the result, a bias, and the matrices.
+PRODUCTS = ("mm_out", "mm_dtype_out", "addmm_out")
+
+
 class Library(NamedTuple):
     """What is compiled of launches.c, and the functions that it calls."""
 
@@ -79,6 +95,7 @@ def library(functions: Sequence[ctypes.c_void_p]) -> Library:
     calls.sparse_launches_add.argtypes = [
         pointer, pointer, pointer, number, pointer, pointer, number
     ]  # fmt: skip
+    calls.sparse_launches_product.argtypes = [pointer, pointer, number, pointer, number, pointer]
     calls.sparse_launches_run.argtypes = [pointer, number, number, ctypes.c_char_p]
     return Library(calls, (pointer * len(functions))(*functions))
 
@@ -111,6 +128,22 @@ class LaunchList:
         """Add that bytes at an address become zero."""
         self._library.sparse_launches_zeros(self._plan, *at, size)
 
+    def product(self, device: torch.device, name: str, operands: Sequence[View]) -> bool:
+        """Add one of the products; False where this torch has no function for it."""
+        functions = compat.product_functions(device.type, name)
+        if functions is None:
+            return False
+        described = [
+            (*at, len(size), *(*size, 0, 0)[:2], *(*stride, 0, 0)[:2], compat.dtype_code(dtype))
+            for at, size, stride, dtype in operands
+        ]
+        flat = struct.pack(f"={8 * len(described)}q", *itertools.chain(*described))
+        where = struct.pack("=2q", compat.device_type_code(device.type), device.index or 0)
+        torch_functions = (ctypes.c_void_p * len(functions))(*functions)
+        return not self._library.sparse_launches_product(
+            self._plan, torch_functions, PRODUCTS.index(name), where, len(described), flat
+        )
+
     def part(self, first: int, last: int) -> Callable[[Any, Sequence[int]], None]:
         """What makes the launches from one up to another, called with something and the words."""
         run, plan, pack = self._library.sparse_launches_run, self._plan, self._pack
@@ -118,7 +151,11 @@ class LaunchList:
         def made(_: Any, words: Sequence[int], of: LaunchList = self) -> None:
             error = run(plan, first, last, pack(*words))
             if error:
-                raise RuntimeError(f"CUDA error {error}: {compat.cuda_error(error)}")
+                raise RuntimeError(
+                    "a matrix product failed"
+                    if error < 0
+                    else f"CUDA error {error}: {compat.cuda_error(error)}"
+                )
 
         return made
 

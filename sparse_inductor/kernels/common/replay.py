@@ -4,7 +4,7 @@ Between a call and its kernels lie checks, plans, allocations and views: 0.1 to 
 than the kernels of a small batch take. None of it depends on what the tensors hold. So the second call with the same
 shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
 third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned, and
-with one call of C for all launches between two calls of ATen (`launches`).
+with one call of C for all launches and products of matrices between two other calls of ATen (`launches`).
 
 A call that does anything else on the way (reads a number off the GPU, uses another stream or a tensor of its own from
 before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to allocate, whose kernels
@@ -29,7 +29,7 @@ from ... import compat
 from ...compat.triton import KernelLaunch, kernel_launch, kernel_parameters
 from . import launch as launching
 from .ahead import compile_ahead
-from .launches import Address, LaunchList, Parameter, TensorMap, available
+from .launches import Address, LaunchList, Parameter, TensorMap, View, available
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,16 @@ _ZEROS = {
     _aten.zeros.default,
     _aten.zeros_like.default,
     _aten.new_zeros.default,
+}
+# Products that are made among the launches, by their names there.
+_PRODUCTS = {
+    _aten.mm.default: "mm_out",
+    _aten.mm.out: "mm_out",
+    _aten.mm.dtype: "mm_dtype_out",
+    _aten.mm.dtype_out: "mm_dtype_out",
+    _aten.addmm.default: "addmm_out",
+    _aten.addmm.out: "addmm_out",
+    _aten.addmm_.default: "addmm_out",
 }
 # Numbers that follow from what a plan is looked up by.
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
@@ -233,16 +243,6 @@ def _unplannable(why: str) -> Any:
     raise _Unplannable(why)
 
 
-class _View(NamedTuple):
-    """A tensor somewhere. The bases of addresses are the inputs, then what the call makes; in a finished plan the
-    inputs, what it allocates to return, its scratch memory, then what ATen operators returned."""
-
-    at: Address
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _record(
     fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], large: bool
 ) -> Any:
@@ -264,7 +264,8 @@ def _record(
 
 
 class _Recording(TorchDispatchMode):
-    """What a call does, in order."""
+    """What a call does, in order. The bases of addresses are the inputs, then what the call makes; in a finished plan
+    the inputs, what it allocates to return, its scratch memory, then what ATen operators returned."""
 
     def __init__(self, inputs: list[Tensor], large: bool) -> None:
         super().__init__()
@@ -314,6 +315,9 @@ class _Recording(TorchDispatchMode):
             view = self._view(out)
             self._steps.append(_Zeros(view.at, _bytes(out)))
             return
+        product = _PRODUCTS.get(func)
+        if product and kwargs.keys() <= {"out"} and self._multiplies(product, args, out):
+            return
         named = {name: self._views(v) for name, v in kwargs.items()}
         new: list[int] = []
         call = _Call(func, self._views(args), named, new, isinstance(out, (tuple, list)))
@@ -327,6 +331,16 @@ class _Recording(TorchDispatchMode):
                 new.append(i)
         self._steps.append(call)
 
+    def _multiplies(self, name: str, args: Any, out: Tensor) -> bool:
+        """The next product, where it can be made among the launches."""
+        if compat.product_functions(self._device.type, name) is None:
+            return False
+        if not self._known(out):
+            self._keep(out)
+        operands = [self._view(t) for t in (out, *args) if isinstance(t, Tensor)]
+        self._steps.append(_Product(name, operands))
+        return True
+
     def _views(self, args: Any) -> Any:
         if isinstance(args, Tensor):
             view = self._view(args)
@@ -336,9 +350,9 @@ class _Recording(TorchDispatchMode):
             return [self._views(a) for a in args]
         return args
 
-    def _view(self, t: Tensor) -> _View:
+    def _view(self, t: Tensor) -> View:
         at = self._locate(t) or _unplannable("an empty tensor")
-        return _View(at, tuple(t.shape), tuple(t.stride()), t.dtype)
+        return View(at, tuple(t.shape), tuple(t.stride()), t.dtype)
 
     def _give_up(self, why: str) -> None:
         self._why = why
@@ -406,7 +420,7 @@ class _Recording(TorchDispatchMode):
         """What was recorded, of a call that returned `result`."""
         if self._why or not self._steps:
             raise _Unplannable(self._why or "nothing is launched")
-        returned: list[_View | None] = []
+        returned: list[View | None] = []
         shape = self._returned(result, returned)
         count = len(self._inputs)
         own = [v.at.base - count for v in returned if v is not None]
@@ -453,7 +467,7 @@ class _Recording(TorchDispatchMode):
         steps = _moved(self._steps, moved)
         return _Plan(self._device, layouts, steps, _built(shape, views, layouts))
 
-    def _returned(self, result: Any, found: list[_View | None]) -> Any:
+    def _returned(self, result: Any, found: list[View | None]) -> Any:
         """The result with its tensors replaced by their numbers in `found`, where an empty one is None."""
         if isinstance(result, (tuple, list)):
             return type(result)(self._returned(r, found) for r in result)
@@ -514,7 +528,14 @@ class _Call(NamedTuple):
     several: bool
 
 
-_Step = _Launch | _Zeros | _Call
+class _Product(NamedTuple):
+    """A product of matrices; the result is the first operand."""
+
+    name: str
+    operands: list[View]
+
+
+_Step = _Launch | _Zeros | _Product | _Call
 
 
 def _moved(a: Any, moved: Callable[[Address], Address]) -> Any:
@@ -592,6 +613,8 @@ class _Plan:
             assert launches is not None
             if isinstance(step, _Zeros):
                 launches.zeros(step.at, step.size)
+            elif isinstance(step, _Product):
+                launches.product(self._device, *step) or _unplannable("a product without memory")
             elif not launches.launch(step.kernel, step.parameters):
                 raise _Unplannable(f"{step.kernel.kernel.name} has other parameters")
         return parts
@@ -641,14 +664,14 @@ class _Again:
 
 
 def _built(
-    shape: Any, views: Sequence[_View | None] | None, layouts: _Layouts
+    shape: Any, views: Sequence[View | None] | None, layouts: _Layouts
 ) -> Callable[[list[Any]], Any]:
     """What makes something of the tensors at the bases: shape with tensors for its views, which are in `views` where
     it has numbers for them."""
     if views is not None and type(shape) is _Number:
         shape = views[shape]
     kind = type(shape)
-    if kind is _View:
+    if kind is View:
         return _seen(shape, layouts)
     if kind is _Empty:
         size, stride, dtype = shape
@@ -660,12 +683,12 @@ def _built(
 
 
 def _has_views(args: Any) -> bool:
-    if isinstance(args, _View):
+    if isinstance(args, View):
         return True
     return type(args) in (list, tuple) and any(map(_has_views, args))
 
 
-def _seen(view: _View, layouts: _Layouts) -> Callable[[list[Any]], Tensor]:
+def _seen(view: View, layouts: _Layouts) -> Callable[[list[Any]], Tensor]:
     """What makes the view of the tensors at the bases."""
     (base, offset), size, stride, dtype = view
     if layouts.of[base] == (size, stride, dtype) and not offset:
