@@ -50,7 +50,7 @@ def compile_all() -> None:
         }  # fmt: skip
         given = [granule, token, *types, *["i32"] * 5]
         multiplies(made(splade._peak_kernel, given, constants, num_warps=4), bulk)
-    types = "*i32 *bf16 *i32 *i16 *bf16 *i32 *i32 *i32".split()
+    types = "*i32 *i32 *bf16 *i32 *i16 *bf16 *i32 *i32 *i32".split()
     for words, each in ((packing.WORDS, 1), (packing.WORDS, packing.EACH)):
         constants = {
             "STEPS": encode(parse("relu")), "GATED": True, "CAP": 256, "PIECE": 64, "PIECES": 4, "WORDS": words,
@@ -85,7 +85,6 @@ def compile_popular() -> None:
         ),
         (popular._count_kernel, "*i32 *i32 i32 i32 i32", counted, 4),
         (popular._choose_kernel, "*i32 *i64 *i32 i32 i32", chosen, 16),
-        (popular._take_out_kernel, "*i32 *i32 i32 i32", {"BLOCK": popular.BLOCK}, 4),
         (popular._rows_kernel, " ".join([*row * 3, "*i64"]), {"ADD": True, "BLOCK": 2048}, 4),
         (
             popular._hidden_kernel, "*bf16 *i64 *bf16 *bf16 *bf16 i32 i32 i32 fp32", steps, 4,

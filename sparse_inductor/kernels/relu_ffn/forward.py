@@ -166,7 +166,6 @@ def forward(
         if common is not None:
             if keep is None:
                 keep = popular.choose(bitmask, more[:totals], N, common)
-            popular.take_out(bitmask, keep)
             kept = (packed.popular_gate[part], packed.popular_up[part]) if packed else None
             onto = popular.product(
                 x[part], gate, up, b.up_bias, table, common, b.f, b.g, b.zero_threshold, kept
@@ -174,7 +173,7 @@ def forward(
         overflow = count.new_empty(m)
         packing = packer.pack(
             gate, bitmask, (count, index, value), overflow, state, numbers, b.f, b.zero_threshold,
-            up is not None,
+            up is not None, keep,
         )  # fmt: skip
         rest = listed.Listed(overflow, state[packer.LENGTH.value :], state[packer.ARRIVED.value :])
         h, steps = value, b.f

@@ -118,13 +118,13 @@ def _decide(state, rows, entries, M, ROW):
 @relaunched
 @triton.jit(do_not_specialize=["M", "ROW"])
 def _pack_kernel(
-    bitmask, gate, count, index, value, stats, state, overflow, pieces,
+    bitmask, keep, gate, count, index, value, stats, state, overflow, pieces,
     M, N, words, stride_s, THRESHOLD, ROW,
     STEPS: tl.constexpr, GATED: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     WORDS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], or if that is None of what is
-    not <= THRESHOLD. value: unless it is None, the gates of the entries. stats: unless it is None, see `pack`."""
+    """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], unless keep [words] is None of
+    the bits in that, or if there is no bitmask of what is not <= THRESHOLD. value: unless it is None, the gates of the entries. stats: unless it is None, see `pack`."""
     wait_for_previous(PDL)
     threshold = tl.full([], THRESHOLD, tl.float32)
     first = tl.program_id(0) * EACH
@@ -138,6 +138,8 @@ def _pack_kernel(
             w = w0 + tl.arange(0, WORDS)
             if bitmask is not None:
                 bits = tl.load(bitmask + row * words + w, mask=w < words, other=0)
+                if keep is not None:
+                    bits &= tl.load(keep + w, mask=w < words, other=0)
             else:
                 of_bits = w[:, None] * 32 + tl.arange(0, 32)[None, :]
                 g = tl.load(gate + row * N + of_bits, mask=of_bits < N, other=float("-inf"))
@@ -197,9 +199,10 @@ def pack(
     f: Program,
     threshold: float,
     gated: bool,
+    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous, of which `bitmask` says what is active, unless it is
-    None: (state, pieces), for the row kernels.
+    None: (state, pieces), for the row kernels. keep: of every row's bits those that are packed, unless all are.
 
     overflow: [M], the rows that do not fit. state: of `new_state`, zeros. stats: [4, M], for the sum of |f(gate)| and
     the number of its non-zeros, where there is no bitmask; of what is not `gated` it is that of h, too.
@@ -215,7 +218,7 @@ def pack(
         at_once = 2
     each = 1 if M <= FEW_ROWS else EACH
     _pack_kernel[(triton.cdiv(M, each),)](
-        bitmask, gate, count, index, value, stats, state, overflow, pieces,
+        bitmask, keep, gate, count, index, value, stats, state, overflow, pieces,
         M, N, words, 0 if stats is None else stats.stride(0), threshold, dense_row(N),
         STEPS=encode(f), GATED=gated, CAP=cap, PIECE=piece, PIECES=most,
         WORDS=min(at_once, triton.next_power_of_2(words)), EACH=each, **pdl_options(gate), num_warps=warps,

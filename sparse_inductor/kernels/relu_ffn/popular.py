@@ -29,8 +29,7 @@ ROWS, AT_ONCE = 64, 32
 WORDS = 8
 # Tokens from which on neurons are equally popular.
 MANY = 255
-# Words of the bitmask a program; rows and columns of the popular neurons' activations.
-BLOCK = 2048
+# Rows and columns of the popular neurons' activations a program.
 TILE = 4, 256
 
 
@@ -79,16 +78,6 @@ def _choose_kernel(
     tl.store(keep + word, ~tl.sum(of_word, 1), mask=word < words)
 
 
-@relaunched
-@triton.jit
-def _take_out_kernel(bitmask, keep, numbers, words, BLOCK: tl.constexpr):
-    """bitmask [M, words] &= keep [words]."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < numbers
-    w = tl.load(bitmask + i, mask=mask, other=0) & tl.load(keep + i % words, mask=mask, other=0)
-    tl.store(bitmask + i, w, mask=mask)
-
-
 def choose(
     bitmask: torch.Tensor, totals: torch.Tensor, N: int, popular: torch.Tensor
 ) -> torch.Tensor:
@@ -108,13 +97,6 @@ def choose(
         MANY=MANY, POPULAR=len(popular), BLOCK=triton.next_power_of_2(words * 32), num_warps=16,
     )  # fmt: skip
     return keep
-
-
-def take_out(bitmask: torch.Tensor, keep: torch.Tensor) -> None:
-    """Leave the bits of `keep` in every row."""
-    _take_out_kernel[(triton.cdiv(bitmask.numel(), BLOCK),)](
-        bitmask, keep, bitmask.numel(), len(keep), BLOCK=BLOCK, num_warps=4
-    )
 
 
 @triton.jit
