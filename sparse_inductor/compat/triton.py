@@ -126,6 +126,54 @@ def cached(key: str, name: str, make: Callable[[], bytes]) -> bytes:
     return Path(path or cache.put(make(), name)).read_bytes()
 
 
+class _Here(threading.local):
+    """What this thread holds until it has built a kernel's IR."""
+
+    turn: threading.Lock | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def alone_until_ir(turn: threading.Lock) -> Iterator[None]:
+    """Holds `turn` in the block until this thread has built a kernel's IR from Python, which needs the GIL; passes and
+    ptxas, which follow, do not. Where Triton has no function that builds it, `turn` is not held."""
+    if _end_turns_with_ir():
+        turn.acquire()
+        _here.turn = turn
+    try:
+        yield
+    finally:
+        _end_turn()
+
+
+def _end_turn() -> None:
+    turn, _here.turn = _here.turn, None
+    if turn is not None:
+        turn.release()
+
+
+@functools.cache
+def _end_turns_with_ir() -> bool:
+    """Whether Triton ends a thread's turn where it has built a kernel's IR."""
+    from triton.compiler import code_generator
+
+    usual = getattr(code_generator, "ast_to_ttir", None)
+    if usual is None:
+        return False
+
+    @functools.wraps(usual)
+    def built(*args: Any, **named: Any) -> Any:
+        try:
+            return usual(*args, **named)
+        finally:
+            _end_turn()
+
+    code_generator.ast_to_ttir = built
+    return True
+
+
 _hashing = threading.Lock()
 
 
@@ -133,16 +181,17 @@ def settle_cache_key(function: Any) -> None:
     """Have Triton know a function by the same key in every process, to find there what another has compiled.
 
     Up to 3.7 the key depends on whether what the function calls has been hashed before, and with that on which kernels
-    came first: so that is hashed first. So is Triton itself, once: threads that compile side by side would each do so.
+    came first: so that is hashed first.
     """
     if getattr(function, "hash", "") is None:
         with _hashing:
-            _hash_compiler()
             _hash_called_first(function, set())
 
 
 @functools.cache
-def _hash_compiler() -> None:
+def hash_compiler() -> None:
+    """Hashes Triton's files, as it does before it compiles; threads that compile side by side would each do so, and
+    wait for the GIL after each of hundreds of reads."""
     from torch.utils import _triton
 
     with contextlib.suppress(Exception):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
 import time
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,25 +217,99 @@ def test_each_thread_gets_the_launcher_that_it_loads(monkeypatch):
     assert [m.launch for m in modules] == paths
 
 
-def test_threads_hash_the_compiler_once(monkeypatch):
+class Job(NamedTuple):
+    """Stands for a kernel to compile: `compiled` is what compiles it."""
+
+    key: str
+    kernel: Any
+    compiled: Callable[[], Any]
+
+
+def results(jobs: list[Job]) -> list[Any]:
+    module.begin(jobs)
+    return [module._under_way.pop(job.key).result() for job in jobs]
+
+
+def test_the_compiler_is_hashed_before_threads_compile(monkeypatch):
+    """In a thread beside one that traces a graph it takes ten times as long: it waits for the GIL after each read."""
     hashed = []
+    monkeypatch.setattr(
+        "torch.utils._triton.triton_hash_with_backend", lambda: hashed.append(threading.get_ident())
+    )
+    triton_parts.hash_compiler.cache_clear()
+    results([])
+    assert hashed == []
+    results([Job(name, name, lambda: None) for name in "ab"])
+    triton_parts.hash_compiler.cache_clear()
+    assert hashed == [threading.get_ident()]
 
-    class Unhashed:
-        hash, cache_key = None, "key"
 
-        def fn(self):
-            pass
+def test_kernels_with_long_passes_are_compiled_first(monkeypatch):
+    monkeypatch.setattr(module, "_compiled_first", set())
+    order: list[str] = []
+    module.compiled_first(module._Relaunched(slow := with_parameters(x=False)))
+    jobs = [Job(name, name, functools.partial(order.append, name)) for name in "abcd"]
+    results([*jobs[:2], jobs[2]._replace(kernel=slow), jobs[3]])
+    assert order == ["c", "a", "b", "d"]
 
-    def slow():
+
+@pytest.fixture
+def building(monkeypatch):
+    """Has Triton's part in Python only note how many threads are in it; gives these numbers."""
+    from triton.compiler import code_generator
+
+    inside: list[int] = []
+    numbers: list[int] = []
+
+    def build():
+        inside.append(1)
         time.sleep(0.01)
-        hashed.append(1)
+        numbers.append(len(inside))
+        inside.pop()
 
-    monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", slow)
-    triton_parts._hash_compiler.cache_clear()
+    monkeypatch.setattr(code_generator, "ast_to_ttir", build)
+    triton_parts._end_turns_with_ir.cache_clear()
+    yield numbers
+    triton_parts._end_turns_with_ir.cache_clear()
+
+
+def test_threads_build_one_ir_at_a_time_and_go_through_passes_together(building):
+    from triton.compiler import code_generator
+
+    passes = threading.Barrier(4, timeout=60)
+    turn = threading.Lock()
+
+    def compiles(_n):
+        with triton_parts.alone_until_ir(turn):
+            code_generator.ast_to_ttir()
+            passes.wait()
+
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(triton_parts.settle_cache_key, [Unhashed() for _ in range(8)]))
-    triton_parts._hash_compiler.cache_clear()
-    assert hashed == [1]
+        list(pool.map(compiles, range(4)))
+    assert building == [1, 1, 1, 1]
+    code_generator.ast_to_ttir()  # without a turn, as for a kernel that nothing compiles ahead
+    assert not turn.locked()
+
+
+def test_a_turn_ends_where_no_ir_is_built(building):
+    """A kernel is found on disk, or fails before."""
+    turn = threading.Lock()
+    with triton_parts.alone_until_ir(turn):
+        assert turn.locked()
+    with pytest.raises(ValueError), triton_parts.alone_until_ir(turn):
+        raise ValueError
+    assert not turn.locked()
+
+
+def test_nobody_waits_for_a_turn_that_would_not_end(monkeypatch):
+    from triton.compiler import code_generator
+
+    monkeypatch.delattr(code_generator, "ast_to_ttir")
+    triton_parts._end_turns_with_ir.cache_clear()
+    turn = threading.Lock()
+    with triton_parts.alone_until_ir(turn):
+        assert not turn.locked()
+    triton_parts._end_turns_with_ir.cache_clear()
 
 
 KEYS = """

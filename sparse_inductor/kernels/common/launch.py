@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import PriorityQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat.triton import (
     LaunchSeen,
+    alone_until_ir,
     build_launcher,
+    hash_compiler,
     launch_hooks_set,
     launches_seen,
     load,
@@ -41,6 +45,11 @@ _Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
 _sorts: dict[tuple[type, ...], _Sorts] = {}
 # What compiles kernels that nobody waits for yet.
 _under_way: dict[Hashable, Future[Any]] = {}
+# Of these, what no thread has begun, in the order to begin them in; the thread with the turn begins the next.
+_waiting: PriorityQueue[tuple[bool, int, Job, Future[Any]]] = PriorityQueue()
+_numbers, _turn = itertools.count(), threading.Lock()
+# Kernels that are begun before others, by their ids: the hash of a kernel is one of its source.
+_compiled_first: set[int] = set()
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
 _NUMBERS = (int, float, type(None))
@@ -256,9 +265,28 @@ def _without_memory(argument: Any) -> Any:
 
 def begin(jobs: Collection[Job]) -> None:
     """Compile kernels in threads of their own; who needs one waits for it."""
-    for job in jobs:
-        if job.key not in _under_way:
-            _under_way[job.key] = _workers().submit(job.compiled)
+    new = [job for job in jobs if job.key not in _under_way]
+    if new:
+        hash_compiler()
+    for job in new:
+        future = _under_way[job.key] = Future[Any]()
+        _waiting.put((id(job.kernel) not in _compiled_first, next(_numbers), job, future))
+    for _ in new:
+        _workers().submit(_compile_next)
+
+
+def _compile_next() -> None:
+    """Compiles the first kernel that waits.
+
+    Threads build one IR after the other: side by side all would be through as late as the last, and whatever the
+    longest passes are would begin no sooner.
+    """
+    with alone_until_ir(_turn):
+        *_, job, future = _waiting.get()
+        try:
+            future.set_result(job.compiled())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 @functools.cache
@@ -323,6 +351,12 @@ def captured(
     with NoAddresses():
         _job(kernel, grid, args, constants, num_warps, {}, device).keep()
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
+
+
+def compiled_first(launched: Any) -> Any:
+    """Decorates a kernel whose passes take several seconds, the longest of all that a call launches."""
+    _compiled_first.add(id(getattr(launched, "kernel", launched)))
+    return launched
 
 
 def relaunched(kernel: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.launch import relaunched
+from ..common.launch import compiled_first, relaunched
 from .candidates import (
     FAR,
     KEYS,
@@ -163,6 +163,7 @@ def _list_chunk(records, size, r, m, factor, d):
     return u, v
 
 
+@compiled_first
 @relaunched
 @triton.jit
 def broad_kernel(

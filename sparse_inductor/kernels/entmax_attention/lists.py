@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.arch import compute_capability
-from ..common.launch import relaunched, sm_count
+from ..common.launch import compiled_first, relaunched, sm_count
 from .broad import broad_kernel, gather_left, list_words
 from .candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel, pack, unpack
 from .problem import (
@@ -642,6 +642,7 @@ def _broad_keys_kernel(
                 _add_rows(x, grad, delta, keys, one, start, n, want, dk, dv, 1, CHUNK, C)
 
 
+@compiled_first
 @relaunched
 @triton.jit
 def _long_keys_kernel(
