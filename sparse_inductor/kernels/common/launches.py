@@ -152,7 +152,7 @@ class LaunchList:
             error = run(plan, first, last, pack(*words))
             if error:
                 raise RuntimeError(
-                    "a matrix product failed"
+                    "a matrix product failed; PyTorch has logged why"
                     if error < 0
                     else f"CUDA error {error}: {compat.cuda_error(error)}"
                 )

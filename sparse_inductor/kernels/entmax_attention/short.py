@@ -30,8 +30,8 @@ from .tau import POS_INF, bracket, class_bound, clip_to_one, newton, powers, ste
 
 # Keys of a row: 64 rows' scores are 128 registers a thread. Those of 512 keys do not fit: where half are made again for
 # each step a forward takes 0.23 to 0.25 ms instead of the passes' 0.21 (H200, 32 x 12 heads, D 64); in Gluon, by eight
-# warps that keep a head's keys and values, 0.17 to 0.18 instead of 0.22 (H100), which is not worth a second kernel; with
-# scores rounded to fp16 in registers, a step on two of them at once, 0.25 instead of 0.28 (H200, from the host's call on).
+# warps that keep a head's keys and values, 0.17 to 0.18 instead of 0.22 (H100), which is not worth a second kernel; and
+# so with scores rounded to fp16 in registers, a step on two at once, 0.25 instead of 0.28 (H200, from the host's call).
 MOST_KEYS = 256
 # The search starts from a bound by the maxima of so many keys each.
 CLASS = tl.constexpr(4)
