@@ -124,8 +124,8 @@ def _pack_kernel(
     WORDS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], unless keep [words] is None
-    of the bits in that, or if there is no bitmask of what is not <= THRESHOLD. value: unless it is None, the gates of the
-    entries. stats: unless it is None, see `pack`."""
+    of the bits in that, or if there is no bitmask of what is not <= THRESHOLD. value: unless it is None, the gates of
+    the entries. stats: unless it is None, see `pack`."""
     wait_for_previous(PDL)
     threshold = tl.full([], THRESHOLD, tl.float32)
     first = tl.program_id(0) * EACH
