@@ -239,7 +239,7 @@ def _lists(view: GraphView, s: Scored, anchor: fx.Node) -> tuple[fx.Node, ...]:
     if not isinstance(s, Postings):
         return ()
     found = (n for p in (*s.earlier, s) for n in (p.w.gather.node, p.found.node))
-    return tuple(n for n in found if view.effects.unchanged(n, n, anchor))
+    return tuple(n for n in found if not view.effects.changes(n, n, anchor))
 
 
 def _documents_first(view: GraphView, s: Scored, top: Top | None) -> bool:

@@ -159,7 +159,7 @@ def _shifted(
     x, vector = found
     dtypes = {fake(t).dtype for t in (node, x, vector, scores)}
     wanted = all(map(view.needs_grad, (node, vector))) and not view.needs_grad(x)
-    there = all(view.effects.unchanged(t, node, anchor) for t in (x, vector))
+    there = not any(view.effects.changes(t, node, anchor) for t in (x, vector))
     return (node, x, vector) if wanted and there and len(dtypes) == 1 else None
 
 

@@ -49,7 +49,7 @@ def _hazard(graph: fx.Graph) -> str | None:
             # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
             return f"graph in which the body of {node.target} writes"
         joins, end = any(_joins(body.graph) for body in _bodies(node)), graph.output_node()
-        if joins and not all(effects.unchanged(result, node, end) for result in node.users):
+        if joins and any(effects.changes(result, node, end) for result in node.users):
             # AOTAutograd puts a checkpoint's body into its caller's graph, and saves what it returned.
             return f"body of {node.target} whose result is written to"
         if compat.marks_every_result(node.target) and _lets_one_go(node):

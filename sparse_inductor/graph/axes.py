@@ -16,7 +16,7 @@ from torch import fx
 from .fakes import same_size, same_sizes
 from .indices import expanded_index
 from .names import Call, stored
-from .no_match import NoMatch, if_matched
+from .no_match import NoMatch, changed, if_matched
 from .shapes import order_of
 from .values import rounds
 from .view import GraphView, label
@@ -92,7 +92,7 @@ def beside(
     """A tensor as `reader` sees it, which broadcasts to one with `axes`. Raises NoMatch."""
     seen = view.value(node, reader)
     if seen is None:
-        raise NoMatch(f"{label(node)} is {view.changed(node, reader)}", reader)
+        raise changed(view, node, reader)
     shape = view.shape(seen)
     if len(shape) > len(axes):
         raise NoMatch("an operand has more axes than the scores", reader)

@@ -124,8 +124,8 @@ def _check_memory(
     gone = nodes if all({*n.users} <= {*nodes} for n in nodes if n not in ends) else ()
     for source, reader in reads:
         first, last = sorted((reader, at), key=view.order.__getitem__)
-        if not view.effects.unchanged(source, first, last, but=gone):
-            raise NoMatch(f"{label(source)} is changed in place before {label(at)}", reader)
+        for writer, target in view.effects.changes(source, first, last, but=gone):
+            raise NoMatch(f"{label(target)} is changed in place before {label(at)}", writer)
     for n in nodes:
         for target in view.effects.writers.get(n, ()):
             dies = view.effects.creators(target) <= {*nodes}

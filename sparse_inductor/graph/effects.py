@@ -327,12 +327,13 @@ class Effects:
         """The last write that `reader` may see when it reads `node`: the writer, and the tensor that it is given."""
         return self._between(node, self._order[node], self._order[reader])[-1]
 
-    def unchanged(
+    def changes(
         self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
-    ) -> bool:
-        """Whether nothing writes the memory of `node` between two points of the graph, but for the writers `but`."""
+    ) -> list[tuple[fx.Node, fx.Node]]:
+        """Who writes the memory of `node` between two points of the graph, each with the tensor that it is given, but
+        for the writers `but`."""
         events = self._between(node, self._order[since], self._order[until])
-        return all(writer in but for writer, _ in events)
+        return [(writer, target) for writer, target in events if writer not in but]
 
     def sharing(self, node: fx.Node) -> list[fx.Node] | None:
         """The nodes of the memory of `node`; None where it is an input's, or may be anybody's."""

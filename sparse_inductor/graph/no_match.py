@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from torch import fx
 
 from ..pattern import Miss
-from .view import GraphView
+from .view import GraphView, label
 
 
 class NoMatch(Exception):
@@ -22,6 +22,15 @@ class NoMatch(Exception):
     def miss(self, anchor: fx.Node) -> Miss:
         """The near miss that it is; blames the anchor where no other line is to blame."""
         return Miss(self.reason, self.node or anchor)
+
+
+def changed(
+    view: GraphView, node: fx.Node, reader: fx.Node, what: str = "", it: str = "it"
+) -> NoMatch:
+    """Why what `reader` sees of a node, called `what`, is the value of none: who writes to it, and how."""
+    writer, target = view.effects.last_write(node, reader)
+    how = f"by {label(writer)}" if target is node else f"through a view of {it}"
+    return NoMatch(f"{what or label(node) + ' is'} changed in place {how}", writer)
 
 
 P = ParamSpec("P")

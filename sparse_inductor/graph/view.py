@@ -189,12 +189,6 @@ class GraphView:
         """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
         return self.effects.value(node, reader)
 
-    def changed(self, node: fx.Node, reader: fx.Node, it: str = "it") -> str:
-        """What a reason says of a node that has no such value."""
-        writer, target = self.effects.last_write(node, reader)
-        how = f"by {label(writer)}" if target is node else f"through a view of {it}"
-        return f"changed in place {how}"
-
     def const(self, x: Any, reader: fx.Node | None = None) -> float | None:
         """The number `x` is in every element, if the graph says so: literals, `full_like`, `tensor(c)` and casts."""
         if isinstance(x, (int, float)):

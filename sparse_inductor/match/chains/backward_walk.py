@@ -18,7 +18,7 @@ from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.mesh import redistributed
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, matches
+from ...graph.no_match import NoMatch, changed, matches
 from ...graph.parts import detour
 from ...graph.scalars import number, scalar_steps, sums
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
@@ -51,7 +51,7 @@ def walk_back(
         raise NoMatch(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
-        raise NoMatch(f"{label(node)} is {view.changed(node, reader)}", node)
+        raise changed(view, node, reader)
     # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
     found = view.walked.get((walk, seen))
     if found is None:

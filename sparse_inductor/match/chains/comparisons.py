@@ -122,7 +122,7 @@ def conditions(
         whole = view.is_tensor(side) and view.dtype(side) == torch.bool
         if not whole or view.value(side, below) is not side:
             return [x], ()
-        if not view.effects.unchanged(side, below, node):
+        if view.effects.changes(side, below, node):
             return [x], ()  # the operator would read it later than it is read here
         found, more = conditions(view, side, node, negate)
         parts += found

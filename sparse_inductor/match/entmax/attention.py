@@ -20,7 +20,7 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals, regrouped
 from ...graph.contraction import Contraction, Operand, contraction
-from ...graph.no_match import NoMatch, if_matched
+from ...graph.no_match import NoMatch, changed, if_matched
 from ...graph.values import made_of_parameters, rounds
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
@@ -56,7 +56,7 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         }
         found = read_probabilities(view, p, _axes(p, atoms), told=not product.weight)
         if found is not None and p.written:
-            raise NoMatch("the probabilities are changed in place through a view of them", p.node)
+            raise changed(view, p.node, p.reader, "the probabilities are", "them")
         if found is None:
             continue
         try:

@@ -20,7 +20,7 @@ from ...graph.axes import Axis, Placed, above, beside
 from ...graph.contraction import PRODUCTS, Contraction, contraction
 from ...graph.indices import is_full
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, first_match
+from ...graph.no_match import NoMatch, changed, first_match
 from ...graph.scalars import constant_factor, sums
 from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.values import drowns, extreme, rounds
@@ -67,7 +67,7 @@ def read_scores(
         raise NoMatch("the chain of operations is too long", source)
     node = view.value(source, reader)
     if node is None:
-        raise NoMatch(f"the scores are {view.changed(source, reader, 'them')}", source)
+        raise changed(view, source, reader, "the scores are", "them")
     product = contraction(view, node)
     if product is not None and product.of_matrices and product.bias_dim == -1:
         return _start(view, product, list(axes))

@@ -323,7 +323,7 @@ def positions_written_through_a_view(scores, mask):
     return scores.masked_fill(queries[:, None] < keys, -1e9)
 
 
-@scored("no_rewrite", "changed in place", at="bias = (1 - keep")
+@scored("no_rewrite", "changed in place", at="keep.fill_(")
 def mask_filled_after_its_cast(scores, mask):
     """the bias was made of the mask as it was before"""
     keep = mask.clone()

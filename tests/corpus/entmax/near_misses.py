@@ -343,14 +343,14 @@ def factor_that_may_vanish(q, k, v, mask):
     return entmax.entmax15(q @ k.mT * SCALE, dim=-1) * 1e-25 @ v
 
 
-@attention("probabilities are changed in place", modes=INFER, at="p = ")
+@attention("probabilities are changed in place", modes=INFER, at="p[..., 0] = 0")
 def zeroed_in_place(q, k, v, mask):
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     p[..., 0] = 0
     return p @ v
 
 
-@attention("changed in place before", modes=INFER, at="q @ k.mT")
+@attention("changed in place before", modes=INFER, at="k[:, :, 0] = 0")
 def keys_written_before_the_values(q, k, v, mask):
     """k[:, :, 0] = 0 between the two products"""
     k = k.clone()
@@ -442,7 +442,7 @@ def assigned_scores(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
-@scored("through a view of them", at="scores = q @ k.mT")
+@scored("through a view of them", at="scores[..., -2:].fill_(")
 def filled_through_a_view(scores, mask):
     """scores[..., k:].fill_(-inf)"""
     scores[..., -2:].fill_(-1e9)

@@ -243,7 +243,7 @@ def one_neuron_of_one_sequence_ablated(x, m):
     return m.down(h)
 
 
-@miss("relu is changed in place by _foreach_mul", modes=INFER, at="h = F.relu")
+@miss("relu is changed in place by _foreach_mul", modes=INFER, at="torch._foreach_mul_(")
 def scaled_in_a_list(x, m):
     """A write whose call does not return what it wrote"""
     h = F.relu(m.up(x))
@@ -251,7 +251,7 @@ def scaled_in_a_list(x, m):
     return m.down(h)
 
 
-@program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate, up = h[")
+@program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate.mul_(2)")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with what was scaled in place"""
     wide, down = weight(2 * N, K), weight(K, N, seed=34)
