@@ -75,6 +75,17 @@ def test_what_is_declined_in_the_packages_own_code_has_its_line():
     assert files == {"test_entmax_dynamo.py", "root_finding.py"}
 
 
+@pytest.mark.parametrize("steps", (20, 50))
+def test_a_bisection_that_is_not_renormalised_is_judged_once(steps):
+    def program(x):
+        return entmax.entmax_bisect(x, 1.3, n_iter=steps, ensure_sum_one=False)
+
+    with only("entmax") as report:
+        compile_without_codegen(program)(torch.randn(3, 7, requires_grad=True)).sum().backward()
+        (rewrite,) = report.rewrites
+    assert rewrite.replaced == ("entmax_bisect",) and not report.near_misses
+
+
 def test_beside_a_transform_calls_are_rewritten():
     def program(x):
         return vmap(ROWS["sparsemax"])(x) + entmax.sparsemax(x, -1)

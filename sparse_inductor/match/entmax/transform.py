@@ -22,6 +22,7 @@ from torch import fx
 from ...graph.axes import flat, fresh, originals
 from ...graph.emit import Emitter, own_operator
 from ...graph.fakes import attribute, bytes_of
+from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
 from ...graph.saved import for_the_caller
 from ...graph.trial import Region, region
@@ -44,8 +45,6 @@ _OTHERS = {
     "budget_bisect": "the probabilities sum to a budget, not to one",
 }
 NOT_ENTMAX = frozenset(_OTHERS)
-# 1 - d ** (1 - alpha) < 1 is halved `n_iter` times; what is left has to be below the rounding errors.
-_STEPS = {torch.float64: 45, torch.float32: 19, torch.float16: 10, torch.bfloat16: 7}
 _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
 
 
@@ -187,19 +186,6 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     undefined = "nan absorbed" if bisects else "refused"
     alpha: Any = {"entmax15": 1.5, "entmax_bisect": call.get("alpha", 1.5)}.get(call.name, 2.0)
     known = view.const(alpha, node)
-    if call.name == "entmax_bisect":
-        if call.get("ensure_sum_one", True) is not True:
-            raise NoMatch("ensure_sum_one=False leaves the sum as the bisection found it", node)
-        steps, enough = call.get("n_iter", 50), _STEPS.get(view.dtype(x), 50)
-        if known is not None and known > 2:
-            # p is a root of what is left: it takes as many times more of them
-            enough = math.ceil(min(50, enough * (known - 1)))
-        if not isinstance(steps, int) or steps < enough:
-            raise NoMatch(
-                f"n_iter={steps} stops before {view.dtype(x)} is exact (about {enough} steps), so "
-                "the result is another",
-                node,
-            )
     if known is not None:
         alpha = _sane(known, node)
     elif view.is_tensor(alpha):
@@ -208,6 +194,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     elif not isinstance(fake(alpha), (torch.SymFloat, torch.SymInt)):
         raise NoMatch("alpha is a number known only at run time", node)
     found = Transform(view, node, x, node, dim, alpha, (node,), undefined=undefined)
+    if call.name == "entmax_bisect":
+        _check_bisection(found, call)
     # A value a row that the user subtracts first changes nothing.
     shifts = unshifted(view, x, node, dim)
     shifted = dataclasses.replace(found, source=shifts[-1].source, reader=shifts[-1].reader)
@@ -226,6 +214,25 @@ def _sane(alpha: float, node: fx.Node) -> float:
         what = "is softmax, which has no zeros" if alpha == 1 else "is no sparse transformation"
         raise NoMatch(f"alpha={alpha:g} {what}", node)
     return alpha
+
+
+def _check_bisection(found: Transform, call: Call) -> None:
+    """Raises NoMatch where a bisection is ended so early that its result is not entmax's."""
+    view, node, alpha, steps = found.view, found.node, found.alpha, call.get("n_iter", 50)
+    normalised = call.get("ensure_sum_one", True) is True
+    if not isinstance(steps, int):
+        raise NoMatch("n_iter is known only at run time", node)
+    if normalised and steps >= 50:
+        return
+    how = f"n_iter={steps}" + ("" if normalised else ", ensure_sum_one=False")
+    if isinstance(alpha, fx.Node) and not view.is_tensor(alpha):
+        raise NoMatch(f"{how}: it cannot be tried with an alpha known only at run time", node)
+    piece = region(view, node, found.inputs)
+    assert piece is not None  # a call of these alone
+    try:
+        Trial(view, found.source, found.dim, alpha, node).check(piece)
+    except NoMatch as decline:
+        raise NoMatch(f"{how}: {decline.reason}", node) from None
 
 
 def given_alpha(

@@ -132,7 +132,7 @@ class Trial:
             sums = p.sum(-1).flatten()
             worst = float(sums[(sums - 1).abs().argmax()])
             if abs(worst - 1) > self.tolerance:
-                return self._reason(f"has a row that sums to {worst:.4g}", fill)
+                return self._reason(f"has a row that sums to {worst:.10g}", fill)
             z = (self.alpha - 1) * rows
             top, at = p.max(-1, keepdim=True)
             tau = z.gather(-1, at) - top ** (self.alpha - 1)

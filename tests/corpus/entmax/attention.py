@@ -41,6 +41,9 @@ def textbook(q, k, v, mask):
 each(
     attention(),
     operator_at=lambda q, k, v, mask: entmax.sparsemax(q @ k.mT * SCALE) @ v,
+    not_renormalised=lambda q, k, v, mask: (
+        entmax.entmax_bisect(q @ k.mT * SCALE, alpha=1.3, n_iter=40, ensure_sum_one=False) @ v
+    ),
     alpha_float=lambda q, k, v, mask: entmax.entmax_bisect(q @ k.mT * SCALE, alpha=1.3, dim=-1) @ v,
     bisect_of_sparsemax=lambda q, k, v, mask: entmax.sparsemax_bisect(q @ k.mT * SCALE, dim=-1) @ v,
 )

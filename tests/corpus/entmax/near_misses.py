@@ -61,9 +61,9 @@ def budget(x):
     return entmax.budget_bisect(x, budget=2)
 
 
-@rows("ensure_sum_one=False", at="entmax_bisect(")
-def not_renormalised(x):
-    return entmax.entmax_bisect(x, alpha=1.5, ensure_sum_one=False)
+@rows("n_iter=12, ensure_sum_one=False", at="entmax_bisect(")
+def few_steps_not_renormalised(x):
+    return entmax.entmax_bisect(x, alpha=1.5, n_iter=12, ensure_sum_one=False)
 
 
 @rows("n_iter=4", at="entmax_bisect(")
