@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import operator
 import string
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -399,18 +398,15 @@ def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
 
 def _with_equation(args: tuple) -> tuple:
     """An einsum's arguments, each operand followed by the numbers of its axes and those of the result last, as an
-    equation and operands."""
-    if not args or isinstance(args[0], str):
+    equation and operands; as they are where the graph computes one of these numbers."""
+    axes = [*args[1::2], *(args[-1:] if len(args) % 2 else ())]
+    if not args or isinstance(args[0], str) or any(isinstance(n, fx.Node) for a in axes for n in a):
         return args
-    operands, axes = args[: len(args) // 2 * 2 : 2], args[1::2]
-    equation = ",".join(map(_letters, axes))
-    return (f"{equation}->{_letters(args[-1])}" if len(args) % 2 else equation, *operands)
-
-
-def _letters(axes: Iterable[Any]) -> str:
-    """The letters that torch.einsum takes for the numbers of axes."""
-    letters = string.ascii_uppercase + string.ascii_lowercase
-    return "".join("..." if n is Ellipsis else letters[n] for n in axes)
+    letters = string.ascii_uppercase + string.ascii_lowercase  # as torch.einsum takes them
+    terms = ["".join("..." if n is Ellipsis else letters[n] for n in a) for a in axes]
+    operands = args[: len(args) // 2 * 2 : 2]
+    inputs, out = terms[: len(operands)], terms[len(operands) :]
+    return ("->".join([",".join(inputs), *out]), *operands)
 
 
 def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:
