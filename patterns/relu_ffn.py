@@ -208,7 +208,8 @@ class ReluFfn(Recogniser):
             mine = fake(branch.linear.node).dtype
             if mine != dtype:
                 raise NoMatch(
-                    f"the activations are {mine}, the down projection computes in {dtype}", node
+                    f"the activations are {mine}, the down projection is in {dtype}: the operator has one dtype",
+                    node,
                 )
             for n in branch.nodes if is_flat(branch.program) else ():
                 if view.name_of(n) in COMPARISONS and (other := compared_dtype(view, n)) != dtype:

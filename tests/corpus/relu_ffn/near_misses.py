@@ -292,3 +292,30 @@ def threshold_in_a_buffer(x, m):
     """FATReLU with its threshold in a buffer of one number, in a gated block"""
     h = m.gate(x)
     return m.down(torch.where(h > torch.linspace(0.1, 1, N)[0], h * m.up(x), 0.0))
+
+
+@miss(
+    "the down projection is in torch.float32",
+    dtype=torch.bfloat16,
+    precision=torch.bfloat16,
+    at="F.linear(h",
+)
+def down_projection_kept_in_fp32(x, m):
+    """T5 in bf16"""
+    h = F.relu(m.up(x))
+    down = m.down.weight.float()
+    if down.dtype != h.dtype:
+        h = h.to(down.dtype)
+    return F.linear(h, down)
+
+
+@miss(
+    "the down projection is in torch.float32",
+    dtype=torch.bfloat16,
+    precision=torch.bfloat16,
+    at="F.linear(h",
+)
+def gated_down_projection_kept_in_fp32(x, m):
+    """mT5 with a rectified gate, in bf16"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return F.linear(h.float(), m.down.weight.float())
