@@ -76,7 +76,9 @@ class HeadMatch:
         red, v_dim = self.reduction, self.chain.v_dim
         if red.minimum:
             return ()
-        dim = v_dim if red.keepdim or v_dim < red.dim else v_dim - 1
+        dim = v_dim - (v_dim > red.dim)
+        for d in red.dims if red.keepdim else ():
+            dim += d <= dim
         return (Sparse("terms", self.anchor, dim, red.values, positive=True),)
 
     @property
@@ -140,7 +142,8 @@ class HeadMatch:
         """[*others, V] in the axis order of the user's result."""
         order = [*others, self.chain.v_dim]
         t = e.permuted(t, [order.index(d) for d in sorted(order)])
-        t = e.method("unsqueeze", t, self.reduction.dim) if self.reduction.keepdim else t
+        for dim in self.reduction.dims if self.reduction.keepdim else ():
+            t = e.method("unsqueeze", t, dim)
         result = fake(self.anchor)
         return e.laid_out(t, result if isinstance(result, torch.Tensor) else result[0])
 
@@ -187,8 +190,8 @@ class SpladeHead(Recogniser):
 
     def _reading(self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain) -> HeadMatch:
         linear = chain.linear
-        if red.span > 1:
-            chain.merge(red.dim, red.span, red.source)
+        if len(red.dims) > 1:
+            chain.merge(red.dims, red.source)
         if any(same_size(s, 0) for s in view.shape(red.source)):
             raise NoMatch("there is nothing to take the maximum of", node)
         if chain.v_dim == red.dim or (
@@ -310,14 +313,13 @@ def _sequence_first(view: GraphView, node: fx.Node) -> bool:
 
 def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     """What a training step keeps of the logits, less the winning positions and peaks that replace them."""
-    tensors = (linear.source, linear.weight_source)
-    if not any(map(view.needs_grad, tensors)):
+    if not view.needs_grad(linear.node):
         return 0
     sizes, shape = view.shape(linear.node), view.shape(red.source)
     if not all(isinstance(s, int) for s in (*sizes, *shape)):
         return None
     logits = math.prod(sizes) * fake(linear.node).dtype.itemsize
-    entries = math.prod(s for d, s in enumerate(shape) if not red.dim <= d < red.dim + red.span)
+    entries = math.prod(s for d, s in enumerate(shape) if d not in red.dims)
     return max(
         0, logits - 6 * entries
     )  # a peak (fp32) and a winning position (int16) for each entry

@@ -117,9 +117,12 @@ class Emitter:
         return modes_by_node(self._graph, modes_now())[self._anchor].records
 
 
+Make = Callable[[Emitter], fx.Node]
+
+
 def made_again(
     view: GraphView, node: fx.Node, before: fx.Node
-) -> tuple[list[fx.Node], Callable[[Emitter], fx.Node]] | None:
+) -> tuple[list[fx.Node], Make] | None:
     """What a tensor is made of that is there before another node, and what makes it once more of that; None where it is
     made of more than a few operations, or of others than plain ones."""
     leaves: list[fx.Node] = []
@@ -149,3 +152,32 @@ def made_again(
         return new.get(node, node)
 
     return list(dict.fromkeys(leaves)), make
+
+
+def same_made(
+    view: GraphView,
+    a: Callable[[Emitter], Any],
+    b: Callable[[Emitter], Any],
+    readers: tuple[fx.Node, fx.Node],
+    anchor: fx.Node,
+) -> bool:
+    """Whether two functions emit the same computation of the same values, as `readers` see them."""
+    with Emitter(anchor) as e:
+        made = a(e), b(e)
+        return _same(view, *made, {*e.inserted}, readers)
+
+
+def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], at: tuple[fx.Node, fx.Node]) -> bool:
+    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+        return len(x) == len(y) and all(_same(view, s, t, new, at) for s, t in zip(x, y))
+    if isinstance(x, slice) and isinstance(y, slice):
+        x, y = (x.start, x.stop, x.step), (y.start, y.stop, y.step)
+        return _same(view, x, y, new, at)
+    made = [isinstance(t, fx.Node) and t in new for t in (x, y)]
+    if any(made):
+        if not all(made) or (x.op, x.target, x.kwargs) != (y.op, y.target, y.kwargs):
+            return False
+        return _same(view, x.args, y.args, new, at)
+    if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+        return view.same_read(x, at[0], y, at[1])
+    return type(x) is type(y) and x == y

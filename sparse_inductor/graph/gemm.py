@@ -20,7 +20,7 @@ from torch import fx
 
 from .axes import Atom, Placed
 from .contraction import PRODUCTS, Contraction, Letters, Operand, contraction
-from .emit import Emitter
+from .emit import Emitter, Make
 from .indices import is_full, taken
 from .layout import laid_out
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
@@ -28,10 +28,8 @@ from .no_match import remembered
 from .parts import entry_of_axis
 from .shapes import order_of
 from .values import is_parameter, only_along, uniform
-from .view import GraphView, fake, same_sizes
+from .view import GraphView, fake, label, same_sizes
 from .vocabulary import COPIES, SPREADS
-
-Make = Callable[[Emitter], fx.Node]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +140,18 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
         for f in found
         if only_along(view, bias, view.shape(node), f.v_dim)
     ]
+
+
+def why_not_linear(view: GraphView, node: fx.Node) -> str:
+    """Why a matmul has no reading as a linear map."""
+    product, name = contraction(view, node), label(node)
+    if product is None:
+        return f"{name} is not followed as a product of two tensors"
+    if product.scale != 0 and _exact(product.scale, node) is None:
+        return f"{name} multiplies by {product.scale:g}, which would round the weight"
+    if product.bias is not None and _scaled(view, product):
+        return f"{name} adds more than a bias of the outputs, or multiplies that by a number which rounds it"
+    return "both operands of the matmul are batched: neither is a weight"
 
 
 def added(view: GraphView, node: fx.Node) -> list[Linear]:

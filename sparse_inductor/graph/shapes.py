@@ -164,7 +164,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
     order = order_of(call, n)
     if order is not None:
         dims = tuple(order)
-        return Move(dims.index(v), dims, lambda e, t: e.method("permute", t, dims))
+        return Move(dims.index(v), dims, lambda e, t: e.permuted(t, dims))
     if (part := taken(view, call)) is not None:
         return _index(node, view.shape(part.x), part, v)
     match call.name:

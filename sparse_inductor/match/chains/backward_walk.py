@@ -15,7 +15,7 @@ from torch import fx
 
 from ...epilogue.steps import Step
 from ...graph.contraction import Letters, contraction
-from ...graph.gemm import entry_of_stack, linears
+from ...graph.gemm import entry_of_stack, linears, why_not_linear
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, changed, matches
@@ -26,7 +26,7 @@ from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 from .comparisons import conditions, edge, gated, is_comparison
-from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term, summed
+from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term, stacked, summed
 
 _MAX_DEPTH = 64
 
@@ -76,7 +76,7 @@ def _walk_back(
     found = linears(view, node)
     if found is not None:
         if not found:
-            raise NoMatch("both operands of the matmul are batched: neither is a weight", node)
+            raise NoMatch(why_not_linear(view, node), node)
         return EpilogueChain(tuple(found), ())
     if (one := entry_of_stack(view, node)) is not None:
         return EpilogueChain((one,), ())
@@ -204,6 +204,19 @@ class BackwardWalk:
         of = mean, variance, call.get("weight"), call.get("bias"), eps
         terms = Term("mul", Normalised(*of, shift=False)), Term("add", Normalised(*of, shift=True))
         return self.up(call["input"]).then(Element(node, terms))
+
+    def _beside(self) -> EpilogueChain:
+        """Results that are stacked or concatenated."""
+        call, tensors = self.call, self.call["tensors"]
+        whole = isinstance(tensors, (tuple, list)) and all(map(self.view.is_tensor, tensors))
+        epilogues = [self.at(t, self.node) for t in tensors] if whole else []
+        found = stacked(self.view, self.node, call, epilogues) if epilogues else None
+        if found is None:
+            raise self.decline(
+                f"{call.name} after the linear is followed where all parts have the same weight, bias and steps, no "
+                "operands and no views, and do not lie along the outputs"
+            )
+        return found
 
     # Two operands
 
@@ -426,5 +439,6 @@ _HANDLERS: dict[str, str] = {
     **dict.fromkeys(("maximum", "minimum"), "_bound"),
     **dict.fromkeys(SELECTIONS, "_selected"),
     **dict.fromkeys(("add", "sub", "rsub"), "_sum"),
+    **dict.fromkeys(("cat", "stack"), "_beside"),
     **{name: "_" + name for name in "batch_norm einsum mul div pow".split()},
 }

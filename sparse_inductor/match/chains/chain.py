@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.indices import is_full
+from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned
 from ...graph.shapes import Move, move, reshaped
@@ -34,6 +35,7 @@ from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term
 from .kinds import Frame, Kind, kind_of
 from .terms import Pair, applied, combined, prepared, raised, scaled, selected, widened
 
+_LEARNED = "needs a gradient, and the operator has those of the projection alone"
 _MORE = "more than a factor or mask of every neuron or token after the rectifier"
 
 
@@ -76,10 +78,9 @@ class Chain:
             name = view.name_of(linear.node)
             raise NoMatch(f"{name} combines two tensors that come from linears", linear.node)
         self.reads = [
-            (t, (*part.within, part.node)[0])
+            (t, part.node if t in part.also else (*part.within, part.node)[0])
             for part in linear.summands
-            for t in (part.source, part.weight_source, part.bias)
-            if t is not None
+            for t in (part.source, *part.read)
         ]
         self.folded: list[tuple[Term, fx.Node, float]] = []
         self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
@@ -145,7 +146,7 @@ class Chain:
             view, start = self.view, self.view.order[self.linear.node]
             later = lambda n: [m for m in view.read_by(n) if view.order[m] >= start]
             own = self.linear.node in reached(term.nodes, later)
-            why = "is made of what it is applied to" if own else "needs a gradient"
+            why = "is made of what it is applied to" if own else _LEARNED
             raise NoMatch(f"{what} ({label(learned[0])}) {why}", node)
         else:
             self._row(term, node)
@@ -201,13 +202,18 @@ class Chain:
     def _kind(self, term: Term, node: fx.Node) -> Kind:
         return kind_of(self.view, term.operand, node, self.frames[-1], self.linear_after)
 
-    def merge(self, dim: int, span: int, node: fx.Node) -> None:
-        """Make one axis of `span` neighbouring ones: a maximum over several axes is one over their product."""
-        shape = self.view.shape(node)
-        if dim <= self.v_dim < dim + span:
+    def merge(self, dims: Sequence[int], node: fx.Node) -> None:
+        """Make one axis of several, where the first of them is: a maximum over them is one over their product."""
+        shape, first = self.view.shape(node), dims[0]
+        if self.v_dim in dims:
             raise NoMatch("it reduces over the vocabulary too", node)
-        last = dim + span
-        joint = (*shape[:dim], math.prod(shape[dim:last]), *shape[last:])
+        rest = [d for d in range(len(shape)) if d not in dims]
+        order = (*rest[:first], *dims, *rest[first:])
+        together = Call("permute", {"input": node, "dims": order})
+        self._move(move(self.view, node, together, self.v_dim), node)
+        shape = tuple(shape[d] for d in order)
+        last = first + len(dims)
+        joint = (*shape[:first], math.prod(shape[first:last]), *shape[last:])
         self._move(reshaped(node, shape, joint, self.v_dim), node)
 
     # Proofs

@@ -1,4 +1,4 @@
-"""What stands between a linear and a reduction, as the backward walk finds it; sums of such linears.
+"""What stands between a linear and a reduction, as the backward walk finds it; sums and stacks of such linears.
 
 W x + V t is one linear map, of [W V] and of x with t behind it. An adapter adds one to what a layer has: LoRA computes
 W x + s B (A x), where t is A x.
@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import torch
 from torch import fx
 
 from ...epilogue.steps import Step
-from ...graph.emit import Emitter
+from ...graph.emit import Emitter, Make, same_made
 from ...graph.gemm import Linear
 from ...graph.names import Call
 from ...graph.selection import Assigned
@@ -102,29 +102,32 @@ class EpilogueChain:
         """The epilogues whose product the value is."""
         return (self,)
 
+    @property
+    def steps(self) -> list[Step] | None:
+        """Its steps; None where it has more: operands, views or factors."""
+        terms = [t for e in self.elements for t in (*e.terms, e.shape_op) if t is not None]
+        steps = [t for t in terms if isinstance(t, Step)]
+        return steps if len(steps) == len(terms) and len(self.factors) == 1 else None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(n for e in self.elements for n in (*e.extra, e.node))
+
     def then(self, element: Element) -> EpilogueChain:
         return EpilogueChain(self.linears, (*self.elements, element))
-
-
-Make = Callable[[Emitter], fx.Node]
 
 
 def summed(
     node: fx.Node, summands: Sequence[tuple[EpilogueChain, float]], view: GraphView
 ) -> list[Linear]:
     """The readings of a sum of epilogues, each times a number, as a linear map: none where one is more than scaled."""
-    scales, nodes = [], []
+    nodes = [n for epilogue, _ in summands for n in epilogue.nodes]
+    scales = []
     for epilogue, number in summands:
-        steps = [term for element in epilogue.elements for term in element.terms]
-        moved = any(element.shape_op is not None for element in epilogue.elements)
-        if (
-            moved
-            or len(epilogue.factors) > 1
-            or not all(isinstance(s, Step) and s.fn == "mul" for s in steps)
-        ):
+        steps = epilogue.steps
+        if steps is None or any(s.fn != "mul" for s in steps):
             return []
-        scales.append(math.prod((s.consts[0] for s in steps if isinstance(s, Step)), start=number))
-        nodes += [n for element in epilogue.elements for n in (*element.extra, element.node)]
+        scales.append(math.prod((s.consts[0] for s in steps), start=number))
     found = []
     for readings in product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}
@@ -158,3 +161,53 @@ def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...])
         sum_of_biases if biases else None,
         parts=tuple(parts),
     )
+
+
+def stacked(
+    view: GraphView, node: fx.Node, call: Call, epilogues: Sequence[EpilogueChain]
+) -> EpilogueChain | None:
+    """The epilogue of results of one linear map that are put beside each other: that of the inputs beside each other.
+
+    None where weights, biases or steps differ, or the results lie along the axis of the outputs.
+    """
+    dim, stacks = call.get("dim", 0) % len(view.shape(node)), call.name == "stack"
+    steps = epilogues[0].steps
+    if steps is None or any(epilogue.steps != steps for epilogue in epilogues):
+        return None
+    found = []
+    for first, *rest in product(*(epilogue.linears for epilogue in epilogues)):
+        readings = (first, *rest)
+        plain = all(
+            r.v_axes == 1 and not r.parts and view.dtype(r.node) == view.dtype(node)
+            for r in readings
+        )
+        along = not stacks and dim == first.v_dim
+        if along or not plain or not all(_same_map(view, first, r, node) for r in rest):
+            continue
+        linear = dataclasses.replace(
+            first,
+            node=node,
+            v_dim=first.v_dim + (stacks and dim <= first.v_dim),
+            linear_input=functools.partial(_beside, call, dim, [r.linear_input for r in readings]),
+            within=tuple(n for r in readings for n in (*r.within, r.node)),
+            also=(*first.also, *(t for r in rest for t in (r.source, *r.also))),
+            order=None,
+        )
+        found.append(linear)
+    nodes = tuple(n for epilogue in epilogues for n in epilogue.nodes)
+    together = Element(node, tuple(steps), extra=nodes)
+    return EpilogueChain(tuple(found), (together,)) if found else None
+
+
+def _same_map(view: GraphView, a: Linear, b: Linear, node: fx.Node) -> bool:
+    """Whether two linear maps have the same weight and bias."""
+    readers = a.node, b.node
+    return a.v_dim == b.v_dim and all(
+        same_made(view, m, n, readers, node)
+        for m, n in ((a.weight, b.weight), (a.emit_bias, b.emit_bias))
+    )
+
+
+def _beside(call: Call, dim: int, makes: Sequence[Make], e: Emitter) -> fx.Node:
+    put = torch.stack if call.name == "stack" else torch.cat
+    return e.call(put, [make(e) for make in makes], dim)

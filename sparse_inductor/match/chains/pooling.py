@@ -14,7 +14,7 @@ from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
 from ...graph.gemm import linears
-from ...graph.indices import sole, taken
+from ...graph.indices import listed, sole, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import entries_of, entry_of_axis
@@ -31,22 +31,25 @@ _MAXIMA = _PICKS | frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A maximum (or minimum) over one axis.
+    """A maximum (or minimum) over an axis, or over several: `dim` is the first of `dims`.
 
     values, positions: which of the node's results they are; None where the node is the values, or has no positions.
     """
 
     source: fx.Node
-    dim: int
+    dims: tuple[int, ...]
     keepdim: bool = False
     values: int | None = None
     positions: int | None = None
     minimum: bool = False
     even: bool = False  # those that share the maximum share its gradient; else it is the first's
-    span: int = 1  # neighbouring axes reduced together, `dim` being the first
     within: tuple[fx.Node, ...] = ()  # what else it is made of
     one_by_one: bool = False  # by maximum() of two at a time
     least: float = -math.inf  # the result is no smaller
+
+    @property
+    def dim(self) -> int:
+        return self.dims[0]
 
 
 def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
@@ -59,43 +62,34 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
     source = call["input"]
     shape = view.shape(source)
     ndim, dim, keepdim = len(shape), call.get("dim"), bool(call.get("keepdim", False))
-    span = 1
-    if isinstance(dim, (tuple, list)):
-        dims = sorted(d % ndim for d in dim)
-        together = (
-            dims
-            and dims == list(range(dims[0], dims[0] + len(dims)))
-            and (len(dims) == 1 or not keepdim)
-        )
-        dim, span = (dims[0], len(dims)) if together else (None, 1)
     match call.name:
-        case "amax" | "amin" if isinstance(dim, int):
+        case "amax" | "amin" if dims := sorted(d % ndim for d in listed(dim)):
             minimum = call.name == "amin"
-            return Reduction(source, dim % ndim, keepdim, minimum=minimum, even=True, span=span)
+            return Reduction(source, (*dims,), keepdim, minimum=minimum, even=True)
         case "max_dim" | "min_dim" if isinstance(dim, int):
-            return Reduction(source, dim % ndim, keepdim, 0, 1, call.name == "min_dim")
+            return Reduction(source, (dim % ndim,), keepdim, 0, 1, call.name == "min_dim")
         case "aminmax" if isinstance(dim, int) and not any(
             u.args[1] == 0 and u.users for u in node.users
         ):
-            return Reduction(source, dim % ndim, keepdim, 1, even=True)
+            return Reduction(source, (dim % ndim,), keepdim, 1, even=True)
         case "gather" | "take_along_dim" if isinstance(dim, int):
             within = _where_largest(view, node, source, call["index"], dim % ndim)
-            return None if within is None else Reduction(source, dim % ndim, True, within=within)
+            return None if within is None else Reduction(source, (dim % ndim,), True, within=within)
         case "getitem":
             return _end_of_sort(view, node, call)
         case "topk" if call["k"] == 1:
             return Reduction(
-                source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
+                source, (call.get("dim", -1) % ndim,), True, 0, 1, not call.get("largest", True)
             )
         case "adaptive_max_pool1d" if sole(call["output_size"]) == 1 and not call.get(
             "return_indices"
         ):
-            return Reduction(source, ndim - 1, True)
+            return Reduction(source, (ndim - 1,), True)
         case "max_pool1d" if same_size(sole(call["kernel_size"]), shape[-1]) and not call.get(
             "return_indices"
         ):
             padded = sole(call.get("padding", 0)) != 0 or sole(call.get("dilation", 1)) != 1
-            return None if padded else Reduction(source, ndim - 1, True)
+            return None if padded else Reduction(source, (ndim - 1,), True)
     return None
 
 
@@ -139,7 +133,7 @@ def _one_by_one(view: GraphView, node: fx.Node) -> Reduction | None:
     if sorted(which) != [*range(len(which))] or not same_sizes(view.shape(node), shape):
         return None
     within, least = (*passed, *reversed(nodes[1:])), max(numbers, default=-math.inf)
-    return Reduction(x, dim, within=within, one_by_one=True, least=least)
+    return Reduction(x, (dim,), within=within, one_by_one=True, least=least)
 
 
 def _where_largest(
@@ -177,7 +171,9 @@ def _end_of_sort(view: GraphView, node: fx.Node, call: Call) -> Reduction | None
     end = 0 if sort.get("descending", False) is True else -1
     along = dim == sort.get("dim", -1) % len(view.shape(values))
     return (
-        Reduction(source, dim, within=(part["input"], values)) if along and which == end else None
+        Reduction(source, (dim,), within=(part["input"], values))
+        if along and which == end
+        else None
     )
 
 

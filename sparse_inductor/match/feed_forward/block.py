@@ -67,7 +67,8 @@ class Reading:
     def inputs(self) -> list[fx.Node]:
         """What the projections take, and then their weights."""
         parts = [p for b in self.branches for p in b.linear.summands]
-        return [*(p.source for p in parts), *(p.weight_source for p in parts)]
+        sources = [t for p in parts for t in (p.source, *p.also)]
+        return [*sources, *(p.weight_source for p in parts)]
 
 
 def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from ...epilogue.steps import Program, Step
 from ...epilogue.zero_threshold import zero_threshold
-from ...graph.emit import Emitter
+from ...graph.emit import same_made
 from ...graph.names import name_of
 from ...graph.no_match import NoMatch
 from ...graph.scalars import RECTIFIER_STEPS
@@ -222,23 +221,10 @@ def same_summand(
     """Whether a summand of the linear map of one chain multiplies the same tokens as one of another's, moved about in
     the same way."""
     (a, i), (b, j) = first, second
-    with Emitter(anchor) as e:
-        x = a.linear_input(e, part=a.linear.summands[i])
-        y = b.linear_input(e, part=b.linear.summands[j])
-        return _same(view, x, y, set(e.inserted), a, b)
-
-
-def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], a: Chain, b: Chain) -> bool:
-    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
-        return len(x) == len(y) and all(_same(view, s, t, new, a, b) for s, t in zip(x, y))
-    if isinstance(x, slice) and isinstance(y, slice):
-        x, y = (x.start, x.stop, x.step), (y.start, y.stop, y.step)
-        return _same(view, x, y, new, a, b)
-    made = [isinstance(t, fx.Node) and t in new for t in (x, y)]
-    if any(made):
-        if not all(made) or (x.op, x.target) != (y.op, y.target):
-            return False
-        return _same(view, x.args, y.args, new, a, b)
-    if isinstance(x, fx.Node) and isinstance(y, fx.Node):
-        return view.same_read(x, a.linear.node, y, b.linear.node)
-    return type(x) is type(y) and x == y
+    return same_made(
+        view,
+        lambda e: a.linear_input(e, part=a.linear.summands[i]),
+        lambda e: b.linear_input(e, part=b.linear.summands[j]),
+        (a.linear.node, b.linear.node),
+        anchor,
+    )

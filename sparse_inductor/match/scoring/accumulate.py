@@ -11,7 +11,7 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, flat, fresh
 from ...graph.contraction import contraction, lettered
-from ...graph.emit import Emitter
+from ...graph.emit import Emitter, Make
 from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -25,7 +25,7 @@ from .contributions import (
     multiplied,
 )
 from .gathers import Gather, gather_of, is_transposed, table_gradient
-from .scored import Make, Scores
+from .scored import Scores
 
 
 def scores_of(view: GraphView, node: fx.Node) -> Scores | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import fx
 
 from ... import compat
 from ...graph.axes import Atom, Axis, Placed, flat
-from ...graph.emit import Emitter, own_operator
+from ...graph.emit import Emitter, Make, own_operator
 from ...graph.layout import laid_out
 from ...graph.names import canonical, name_of
 from ...graph.no_match import NoMatch
@@ -20,7 +19,6 @@ from ...graph.view import fake
 from ...graph.vocabulary import REGROUPS, REORDERS
 from .contributions import Contributions
 
-Make = Callable[[Emitter], fx.Node]
 _VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
 
 

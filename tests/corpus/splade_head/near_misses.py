@@ -438,3 +438,33 @@ def einsum_of_tokens_and_terms(logits, mask):
 @head("weighted sum over the sequence", mask_dtype=torch.float32, at="torch.einsum(")
 def einsum_that_adds_up(logits, mask):
     return torch.einsum("bsv,bs->bv", tokens(logits), mask)
+
+
+@miss(
+    "stack after the linear is followed where all parts have the same weight",
+    parts={"other": lambda: nn.Linear(D, V)},
+    at="torch.stack(",
+)
+def heads_stacked(self, h, mask):
+    """Two vocabularies' worth of weights, the larger of each term."""
+    logits = torch.stack([self.decoder(h), self.other(h)])
+    return (tokens(logits) * mask.unsqueeze(-1)).amax((0, 2))
+
+
+@miss(
+    "conv1d is not followed as a product of two tensors",
+    parts={"wide": lambda: nn.Conv1d(D, V, 3, padding=1)},
+    at="self.wide(",
+)
+def convolution_of_width_three(self, h, mask):
+    return (tokens(self.wide(h.mT).mT) * mask.unsqueeze(-1)).amax(1)
+
+
+@miss(
+    "addmm adds more than a bias",
+    inputs=(hidden, mask, weight, lambda: weight(B * S, V)),
+    at="torch.addmm(",
+)
+def logits_of_a_teacher_added(self, h, mask, w, other):
+    logits = torch.addmm(other, h.flatten(0, 1), w.t())
+    return (tokens(logits.view(B, S, V)) * mask.unsqueeze(-1)).amax(1)

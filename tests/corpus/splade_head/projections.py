@@ -172,3 +172,32 @@ def flattened_axis_by_axis(logits, mask):
     """rearrange leaves a flatten of one axis, and channels are dropped in training alone"""
     logits = F.dropout1d(logits, 0.1, False).flatten(0, 0)
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
+
+
+@encoder(inputs=(hidden, lambda: hidden().detach().flip(0).requires_grad_()))
+def fields_stacked(self, title, body):
+    """The largest weight of a term in any field of a document."""
+    logits = torch.stack([self.decoder(title), self.decoder(body)])
+    return tokens(logits).amax((0, 2))
+
+
+each(
+    encoder(),
+    # Logits of a few tokens at a time.
+    in_chunks=lambda self, h, mask: pool(
+        torch.cat([self.decoder(part) for part in h.split(3, dim=1)], dim=1), mask
+    ),
+    token_by_token=lambda self, h, mask: pool(
+        torch.stack([tokens(self.decoder(h[:, i])) for i in range(S)], dim=1), mask
+    ),
+    axes_kept=lambda self, h, mask: tokens(self.decoder(h[:, :, None])).amax((1, 2), keepdim=True),
+    axes_apart=lambda self, h, mask: tokens(self.decoder(h[:, None])).mT.amax((1, 3), keepdim=True),
+)
+
+
+@encoder(dynamic=True, modes=INFER, dense=None)
+def beside_a_product_over_computed_axes(self, h, mask):
+    """einsum with axes by numbers that the graph computes"""
+    at = h.size(0) - h.size(0) + 2
+    alike = torch.einsum(h, [0, 1, at], h, [0, 3, at], [0, 1, 3])
+    return pool(self.decoder(h), mask), alike
