@@ -13,6 +13,7 @@ from ...graph.emit import Emitter
 from ...graph.layout import laid_out
 from ...graph.no_match import NoMatch
 from ...graph.parts import part_of
+from ...graph.values import rounds
 from ...graph.view import GraphView, fake, static_size
 from ...graph.vocabulary import COPIES, VIEWS
 from .scored import Scored
@@ -44,7 +45,7 @@ class Top:
         for user in list(self.node.users):
             if user.target is not operator.getitem:
                 continue
-            t = e.call(operator.getitem, found, user.args[1])
+            t = e.cast(e.call(operator.getitem, found, user.args[1]), fake(user).dtype)
             has = (self.queries, () if self.reduced else (_BEST,))[2 - fake(t).dim() :]
             t = laid_out(e, Placed(t, self.node, has), [flat(axis) for axis in self.axes])
             for result in [r for r in user.users if r in self.sliced] if self.sliced else [user]:
@@ -67,7 +68,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
         call = view.call(reader)
         if call.inplace or call.get("input") not in (node, *s.accumulator):
             return None
-        if call.name not in COPIES | _VIEWS:
+        if call.name not in COPIES | _VIEWS and not _widened(view, node, reader):
             break
         path.append(reader)
         node = reader
@@ -80,7 +81,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
     try:
         for one in reversed(path):
             call = view.call(one)
-            if call.name not in COPIES:
+            if call.name not in COPIES | {"cast"}:
                 axes = above(view, one, call, axes)
     except NoMatch:
         return None
@@ -101,6 +102,13 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
     found = [part for i, axis in enumerate(own) for part in (best if i == top.dim else [axis])]
     more = (*path, *top.path)
     return dataclasses.replace(top, path=more, queries=queries, axes=tuple(found))
+
+
+def _widened(view: GraphView, x: fx.Node, node: fx.Node) -> bool:
+    """Whether a node casts x to a dtype that holds all of its values, on the same device."""
+    floats = view.name_of(node) == "cast" and view.dtype(node).is_floating_point
+    there = floats and fake(node).device == fake(x).device
+    return there and not rounds(view.dtype(node), view.dtype(x))
 
 
 def _selection(view: GraphView, node: fx.Node) -> Top | None:

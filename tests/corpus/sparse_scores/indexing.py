@@ -101,6 +101,8 @@ each(
     single_query_first=lambda scores: scores[0].topk(K),
     single_query_selected=lambda scores: scores.select(0, 0).topk(K),
     single_query_flat=lambda scores: scores.view(-1).topk(K),
+    single_query_cast_to_its_dtype=lambda scores: scores[0].float().topk(K),
+    single_query_widened=lambda scores: scores[0].double().topk(K),
     single_query_best=lambda scores: scores[0].max(0),
     single_query_documents_first=lambda scores: scores.t()[:, 0].topk(K),
 )
