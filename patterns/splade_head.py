@@ -320,9 +320,7 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
         return None
     logits = math.prod(sizes) * fake(linear.node).dtype.itemsize
     entries = math.prod(s for d, s in enumerate(shape) if d not in red.dims)
-    return max(
-        0, logits - 6 * entries
-    )  # a peak (fp32) and a winning position (int16) for each entry
+    return max(0, logits - 6 * entries)  # a peak (fp32) and a position (int16) for each entry
 
 
 class _Head(nn.Module):

@@ -330,8 +330,7 @@ class Effects:
     def changes(
         self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
     ) -> list[tuple[fx.Node, fx.Node]]:
-        """Who writes the memory of `node` between two points of the graph, each with the tensor that it is given, but
-        for the writers `but`."""
+        """Who writes to the memory of `node` between two points, each with the tensor that it is given."""
         events = self._between(node, self._order[since], self._order[until])
         return [(writer, target) for writer, target in events if writer not in but]
 

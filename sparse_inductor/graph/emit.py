@@ -155,19 +155,15 @@ def made_again(
 
 
 def same_made(
-    view: GraphView,
-    a: Callable[[Emitter], Any],
-    b: Callable[[Emitter], Any],
-    readers: tuple[fx.Node, fx.Node],
-    anchor: fx.Node,
+    view: GraphView, makes: Sequence[Any], at: Sequence[fx.Node], anchor: fx.Node
 ) -> bool:
-    """Whether two functions emit the same computation of the same values, as `readers` see them."""
+    """Whether two functions of an emitter make the same of the same values, as two nodes `at` their places see them."""
     with Emitter(anchor) as e:
-        made = a(e), b(e)
-        return _same(view, *made, {*e.inserted}, readers)
+        x, y = (make(e) for make in makes)
+        return _same(view, x, y, {*e.inserted}, at)
 
 
-def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], at: tuple[fx.Node, fx.Node]) -> bool:
+def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], at: Sequence[fx.Node]) -> bool:
     if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
         return len(x) == len(y) and all(_same(view, s, t, new, at) for s, t in zip(x, y))
     if isinstance(x, slice) and isinstance(y, slice):

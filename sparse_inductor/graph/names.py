@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import operator
 import string
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -155,8 +156,11 @@ _SIGNATURES: dict[str, str] = {
     **dict.fromkeys(("new_zeros", "new_ones"), "input *size"),
     "new_tensor": "input data",
     **dict.fromkeys(("tensor", "scalar_tensor"), "data"),
-    "max_pool1d": "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False",
-    "adaptive_max_pool1d": "input output_size return_indices=False",
+    **dict.fromkeys(
+        (f"max_pool{n}d" for n in (1, 2, 3)),
+        "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False",
+    ),
+    **{f"adaptive_max_pool{n}d": "input output_size return_indices=False" for n in (1, 2, 3)},
     "batch_norm": "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-05",
     "normalize": "input p=2.0 dim=1",
     "cumsum": "input dim dtype=None",
@@ -247,8 +251,9 @@ _METADATA_CALLS = frozenset(
     "size dim numel sym_size stride is_floating_point ndimension get_device".split()
 )
 _SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tensor that has it
+_CATS = {"hstack": 1, "column_stack": 1, "vstack": 0, "row_stack": 0, "dstack": 2}
 # names that depend on the arguments
-_BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS}) | _METADATA_CALLS
+_BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS, *_CATS}) | _METADATA_CALLS
 _DIMS = ("dim", "dim0", "dim1", "start_dim", "end_dim")
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
@@ -375,6 +380,10 @@ def canonical(node: fx.Node) -> Call | None:
         how = [*args[1:], *kwargs.values()]
         args, kwargs = (args[0], *how, min(_SPLITS[name], fake(args[0]).dim() - 1)), {}
         name = "tensor_split"
+    if name in _CATS and args and isinstance(args[0], (tuple, list)):
+        values = [fake(t) for t in args[0]]
+        if all(isinstance(v, torch.Tensor) and v.dim() > max(1, _CATS[name]) for v in values):
+            name, args = "cat", (args[0], _CATS[name])
     if name == "where" and spelling.method:
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
         if "condition" in kwargs and args:
@@ -399,14 +408,19 @@ def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
 def _with_equation(args: tuple) -> tuple:
     """An einsum's arguments, each operand followed by the numbers of its axes and those of the result last, as an
     equation and operands; as they are where the graph computes one of these numbers."""
-    axes = [*args[1::2], *(args[-1:] if len(args) % 2 else ())]
-    if not args or isinstance(args[0], str) or any(isinstance(n, fx.Node) for a in axes for n in a):
+    if not args or isinstance(args[0], str):
         return args
-    letters = string.ascii_uppercase + string.ascii_lowercase  # as torch.einsum takes them
-    terms = ["".join("..." if n is Ellipsis else letters[n] for n in a) for a in axes]
-    operands = args[: len(args) // 2 * 2 : 2]
-    inputs, out = terms[: len(operands)], terms[len(operands) :]
-    return ("->".join([",".join(inputs), *out]), *operands)
+    operands, axes, out = args[: len(args) // 2 * 2 : 2], args[1::2], args[-1:] * (len(args) % 2)
+    if any(isinstance(n, fx.Node) for numbers in (*axes, *out) for n in numbers):
+        return args
+    equation = "->".join([",".join(map(_letters, axes)), *map(_letters, out)])
+    return (equation, *operands)
+
+
+def _letters(axes: Iterable[Any]) -> str:
+    """The letters that torch.einsum takes for the numbers of axes."""
+    letters = string.ascii_uppercase + string.ascii_lowercase
+    return "".join("..." if n is Ellipsis else letters[n] for n in axes)
 
 
 def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:

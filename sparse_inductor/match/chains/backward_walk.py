@@ -16,6 +16,7 @@ from torch import fx
 from ...epilogue.steps import Step
 from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears, why_not_linear
+from ...graph.indices import listed
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, changed, matches
@@ -207,14 +208,11 @@ class BackwardWalk:
 
     def _beside(self) -> EpilogueChain:
         """Results that are stacked or concatenated."""
-        call, tensors = self.call, self.call["tensors"]
-        whole = isinstance(tensors, (tuple, list)) and all(map(self.view.is_tensor, tensors))
-        epilogues = [self.at(t, self.node) for t in tensors] if whole else []
-        found = stacked(self.view, self.node, call, epilogues) if epilogues else None
-        if found is None:
+        epilogues = [self.at(t, self.node) for t in listed(self.call["tensors"])]
+        if (found := stacked(self.view, self.node, self.call, epilogues)) is None:
             raise self.decline(
-                f"{call.name} after the linear is followed where all parts have the same weight, bias and steps, no "
-                "operands and no views, and do not lie along the outputs"
+                f"{self.call.name} after the linear is followed where all parts have the same weight, bias and steps, "
+                "no operands and no views, and do not lie along the outputs"
             )
         return found
 

@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import fx
@@ -139,11 +140,6 @@ def summed(
 
 
 def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...]) -> Linear:
-    dtype, v_dim = fake(node).dtype, parts[0].v_dim
-
-    def beside(makes: Sequence[Make], dim: int, e: Emitter) -> fx.Node:
-        return e.call(torch.cat, [e.cast(make(e), dtype) for make in makes], dim)
-
     def sum_of_biases(e: Emitter) -> fx.Node:
         add = functools.partial(e.call, operator.add)
         return functools.reduce(add, [p.emit_bias(e) for p in biases])
@@ -153,14 +149,18 @@ def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...])
         node,
         parts[0].source,
         parts[0].weight_source,
-        v_dim,
-        functools.partial(beside, [p.linear_input for p in parts], v_dim),
-        functools.partial(beside, [p.weight for p in parts], 1),
+        parts[0].v_dim,
+        _beside(node, torch.cat, [p.linear_input for p in parts], parts[0].v_dim),
+        _beside(node, torch.cat, [p.weight for p in parts], 1),
         biases[0].bias if biases else None,
         within,
         sum_of_biases if biases else None,
         parts=tuple(parts),
     )
+
+
+def _beside(node: fx.Node, put: Callable[..., Any], makes: Sequence[Make], dim: int) -> Make:
+    return lambda e: e.call(put, [e.cast(make(e), fake(node).dtype) for make in makes], dim)
 
 
 def stacked(
@@ -170,44 +170,29 @@ def stacked(
 
     None where weights, biases or steps differ, or the results lie along the axis of the outputs.
     """
-    dim, stacks = call.get("dim", 0) % len(view.shape(node)), call.name == "stack"
-    steps = epilogues[0].steps
+    dim, new = call.get("dim", 0) % len(view.shape(node)), call.name == "stack"
+    put, steps, found = getattr(torch, call.name), epilogues[0].steps, []
     if steps is None or any(epilogue.steps != steps for epilogue in epilogues):
         return None
-    found = []
-    for first, *rest in product(*(epilogue.linears for epilogue in epilogues)):
-        readings = (first, *rest)
-        plain = all(
-            r.v_axes == 1 and not r.parts and view.dtype(r.node) == view.dtype(node)
-            for r in readings
-        )
-        along = not stacks and dim == first.v_dim
-        if along or not plain or not all(_same_map(view, first, r, node) for r in rest):
+    for first in epilogues[0].linears:
+        each = [[r for r in c.linears if _alike(view, node, first, r)] for c in epilogues]
+        if not all(each) or (dim == first.v_dim and not new):
             continue
-        linear = dataclasses.replace(
-            first,
-            node=node,
-            v_dim=first.v_dim + (stacks and dim <= first.v_dim),
-            linear_input=functools.partial(_beside, call, dim, [r.linear_input for r in readings]),
+        readings = [alike[0] for alike in each]
+        found.append(dataclasses.replace(
+            first, node=node, order=None,
+            v_dim=first.v_dim + (new and dim <= first.v_dim),
+            linear_input=_beside(node, put, [r.linear_input for r in readings], dim),
             within=tuple(n for r in readings for n in (*r.within, r.node)),
-            also=(*first.also, *(t for r in rest for t in (r.source, *r.also))),
-            order=None,
-        )
-        found.append(linear)
+            also=tuple(t for r in readings for t in (r.source, *r.also)),
+        ))  # fmt: skip
     nodes = tuple(n for epilogue in epilogues for n in epilogue.nodes)
-    together = Element(node, tuple(steps), extra=nodes)
-    return EpilogueChain(tuple(found), (together,)) if found else None
+    return EpilogueChain(tuple(found), (Element(node, (*steps,), extra=nodes),)) if found else None
 
 
-def _same_map(view: GraphView, a: Linear, b: Linear, node: fx.Node) -> bool:
-    """Whether two linear maps have the same weight and bias."""
-    readers = a.node, b.node
-    return a.v_dim == b.v_dim and all(
-        same_made(view, m, n, readers, node)
-        for m, n in ((a.weight, b.weight), (a.emit_bias, b.emit_bias))
-    )
-
-
-def _beside(call: Call, dim: int, makes: Sequence[Make], e: Emitter) -> fx.Node:
-    put = torch.stack if call.name == "stack" else torch.cat
-    return e.call(put, [make(e) for make in makes], dim)
+def _alike(view: GraphView, node: fx.Node, a: Linear, b: Linear) -> bool:
+    """Whether two linear maps have the same weight, bias and axis of outputs, and results as `node` has them."""
+    at, makes = (a.node, b.node), ((a.weight, b.weight), (a.emit_bias, b.emit_bias))
+    same = a.v_dim == b.v_dim and view.same_read(a.weight_source, at[0], b.weight_source, at[1])
+    plain = b.v_axes == 1 and not b.parts and view.dtype(b.node) == view.dtype(node)
+    return same and plain and all(same_made(view, pair, at, node) for pair in makes)

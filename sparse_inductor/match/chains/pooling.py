@@ -24,9 +24,8 @@ from .chain import Chain
 from .family import above, below
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
-_MAXIMA = _PICKS | frozenset(
-    "max_dim amax maximum min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()
-)
+_WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n in (1, 2, 3))
+_MAXIMA = _PICKS | _WINDOWS | frozenset("max_dim amax maximum min_dim amin aminmax topk".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,38 +58,40 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
         return None
     if call.name == "maximum":
         return _one_by_one(view, node)
-    source = call["input"]
-    shape = view.shape(source)
-    ndim, dim, keepdim = len(shape), call.get("dim"), bool(call.get("keepdim", False))
+    source, over = call["input"], listed(call.get("dim"))
+    ndim, keepdim = len(view.shape(source)), bool(call.get("keepdim", False))
+    known = all(isinstance(d, int) for d in over)
+    dims = tuple(sorted(d % ndim for d in over)) if known else ()
     match call.name:
-        case "amax" | "amin" if dims := sorted(d % ndim for d in listed(dim)):
-            minimum = call.name == "amin"
-            return Reduction(source, (*dims,), keepdim, minimum=minimum, even=True)
-        case "max_dim" | "min_dim" if isinstance(dim, int):
-            return Reduction(source, (dim % ndim,), keepdim, 0, 1, call.name == "min_dim")
-        case "aminmax" if isinstance(dim, int) and not any(
-            u.args[1] == 0 and u.users for u in node.users
-        ):
-            return Reduction(source, (dim % ndim,), keepdim, 1, even=True)
-        case "gather" | "take_along_dim" if isinstance(dim, int):
-            within = _where_largest(view, node, source, call["index"], dim % ndim)
-            return None if within is None else Reduction(source, (dim % ndim,), True, within=within)
+        case "amax" | "amin" if dims:
+            return Reduction(source, dims, keepdim, minimum=call.name == "amin", even=True)
+        case "max_dim" | "min_dim" if dims:
+            return Reduction(source, dims, keepdim, 0, 1, call.name == "min_dim")
+        case "aminmax" if dims and not any(u.args[1] == 0 and u.users for u in node.users):
+            return Reduction(source, dims, keepdim, 1, even=True)
+        case "gather" | "take_along_dim" if dims:
+            within = _where_largest(view, node, source, call["index"], dims[0])
+            return None if within is None else Reduction(source, dims, True, within=within)
         case "getitem":
             return _end_of_sort(view, node, call)
         case "topk" if call["k"] == 1:
-            return Reduction(
-                source, (call.get("dim", -1) % ndim,), True, 0, 1, not call.get("largest", True)
-            )
-        case "adaptive_max_pool1d" if sole(call["output_size"]) == 1 and not call.get(
-            "return_indices"
-        ):
-            return Reduction(source, (ndim - 1,), True)
-        case "max_pool1d" if same_size(sole(call["kernel_size"]), shape[-1]) and not call.get(
-            "return_indices"
-        ):
-            padded = sole(call.get("padding", 0)) != 0 or sole(call.get("dilation", 1)) != 1
-            return None if padded else Reduction(source, (ndim - 1,), True)
+            return Reduction(source, dims or (ndim - 1,), True, 0, 1, not call.get("largest", True))
+        case name if name in _WINDOWS and not call.get("return_indices"):
+            dims = _windowed(view, node, call)
+            return Reduction(source, dims, True) if dims else None
     return None
+
+
+def _windowed(view: GraphView, node: fx.Node, call: Call) -> tuple[int, ...]:
+    """The axes that a pooling has one window along, if it keeps the others."""
+    n, shape = int(call.name[-2]), view.shape(call["input"])
+    sizes = [*zip(shape[-n:], view.shape(node)[-n:])]
+    kernels = listed(call.get("kernel_size", shape[-n:]))
+    kernels = kernels if len(kernels) == n else kernels * n
+    one = [same_size(o, 1) and same_size(k, s) for k, (s, o) in zip(kernels, sizes)]
+    kept = all(whole or same_size(s, o) for whole, (s, o) in zip(one, sizes))
+    spread = any(listed(call.get("padding", 0))) or {*listed(call.get("dilation", 1))} != {1}
+    return tuple(len(shape) - n + d for d in range(n) if one[d] and kept and not spread)
 
 
 def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple[Any, fx.Node]]]:
@@ -213,7 +214,7 @@ _POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
 _PRODUCTS = frozenset("einsum matmul bmm".split())
 ANCHORS = _MAXIMA | _POOLS | _PRODUCTS
 # What is below these has one value a sequence: pooled already.
-_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS
+_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS | _WINDOWS
 
 
 def other_pool(view: GraphView, node: fx.Node) -> str | None:

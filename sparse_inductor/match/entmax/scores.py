@@ -32,7 +32,7 @@ _MAX_DEPTH = 48
 # Adding a score to a number this large gives the number back in any precision that has it.
 ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
-    "sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
+    "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
 )
 
 
@@ -159,10 +159,6 @@ class _Step:
             raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
         if name in PRODUCTS:
             raise self.decline("the scores are a product with a single vector")
-        if name == "tanh":
-            raise self.decline(
-                "a soft cap (tanh) bounds the scores, and the operator takes a product as it is"
-            )
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         raise self.decline(

@@ -147,10 +147,9 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
 
 def _is_another(view: GraphView) -> bool:
     """`compiles_another`, asked once a graph."""
-    known = view.remembered.setdefault(compiles_another, {})
-    if None not in known:
-        known[None] = compiles_another()
-    return bool(known[None])
+    if compiles_another not in view.remembered:
+        view.remembered[compiles_another] = {None: compiles_another()}
+    return bool(view.remembered[compiles_another][None])
 
 
 def _transform(view: GraphView, node: fx.Node) -> Transform | None:
@@ -220,15 +219,14 @@ def _check_bisection(found: Transform, call: Call) -> None:
     """Raises NoMatch where a bisection is ended so early that its result is not entmax's."""
     view, node, alpha, steps = found.view, found.node, found.alpha, call.get("n_iter", 50)
     normalised = call.get("ensure_sum_one", True) is True
-    if not isinstance(steps, int):
-        raise NoMatch("n_iter is known only at run time", node)
-    if normalised and steps >= 50:
+    whole = isinstance(steps, int)
+    if whole and steps >= 50 and normalised:
         return
-    how = f"n_iter={steps}" + ("" if normalised else ", ensure_sum_one=False")
-    if isinstance(alpha, fx.Node) and not view.is_tensor(alpha):
-        raise NoMatch(f"{how}: it cannot be tried with an alpha known only at run time", node)
+    if not whole or (isinstance(alpha, fx.Node) and not view.is_tensor(alpha)):
+        raise NoMatch("a bisection cannot be tried whose n_iter or alpha is not known", node)
     piece = region(view, node, found.inputs)
     assert piece is not None  # a call of these alone
+    how = f"n_iter={steps}" + ("" if normalised else ", ensure_sum_one=False")
     try:
         Trial(view, found.source, found.dim, alpha, node).check(piece)
     except NoMatch as decline:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from torch import fx
@@ -220,11 +221,6 @@ def same_summand(
 ) -> bool:
     """Whether a summand of the linear map of one chain multiplies the same tokens as one of another's, moved about in
     the same way."""
-    (a, i), (b, j) = first, second
-    return same_made(
-        view,
-        lambda e: a.linear_input(e, part=a.linear.summands[i]),
-        lambda e: b.linear_input(e, part=b.linear.summands[j]),
-        (a.linear.node, b.linear.node),
-        anchor,
-    )
+    sides = (first, second)
+    makes = [functools.partial(c.linear_input, part=c.linear.summands[i]) for c, i in sides]
+    return same_made(view, makes, [c.linear.node for c, _ in sides], anchor)

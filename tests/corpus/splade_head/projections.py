@@ -187,6 +187,9 @@ each(
     in_chunks=lambda self, h, mask: pool(
         torch.cat([self.decoder(part) for part in h.split(3, dim=1)], dim=1), mask
     ),
+    hstack_of_chunks=lambda self, h, mask: pool(
+        torch.hstack([self.decoder(part) for part in h.tensor_split(2, dim=1)]), mask
+    ),
     token_by_token=lambda self, h, mask: pool(
         torch.stack([tokens(self.decoder(h[:, i])) for i in range(S)], dim=1), mask
     ),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from corpus.case import each
-from corpus.splade_head.registry import INFER, TRAIN, activated, encoder, head, pooled, tokens
+from corpus.splade_head.registry import INFER, TRAIN, S, V, activated, encoder, head, pooled, tokens
 
 
 @head()
@@ -108,6 +108,11 @@ each(
     adaptive_max_pool=lambda w: F.adaptive_max_pool1d(w.transpose(1, 2), 1).squeeze(-1),
     max_pool_of_full_width=lambda w: F.max_pool1d(w.mT, kernel_size=w.size(1)).squeeze(-1),
     negative_min=lambda w: -torch.min(-w, dim=1).values,
+)
+each(
+    pooled(),
+    max_pool_of_an_image=lambda w: F.max_pool2d(w[:, None], (S, 1))[:, 0, 0],
+    adaptive_max_pool_of_an_image=lambda w: F.adaptive_max_pool2d(w, (1, V)).squeeze(1),
 )
 
 
