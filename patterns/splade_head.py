@@ -191,7 +191,7 @@ class SpladeHead(Recogniser):
     def _reading(self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain) -> HeadMatch:
         linear = chain.linear
         if len(red.dims) > 1:
-            chain.merge(red.dims, red.source)
+            chain.merge(red.dims, red.dim, red.source)
         if any(same_size(s, 0) for s in view.shape(red.source)):
             raise NoMatch("there is nothing to take the maximum of", node)
         if chain.v_dim == red.dim or (

@@ -85,11 +85,6 @@ def reshaped(
     if kept is None:
         raise NoMatch("reshapes the linear's output axis away", node)
     new_v = kept
-    if args is None:
-        known = [0 if d == kept else static_size(s) for d, s in enumerate(after)]
-        args = [-1 if size is None and known.count(None) == 1 else size for size in known]
-    if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
-        raise NoMatch("has a shape that the walk does not understand", node)
     # Axes on either side that did not change keep their identity.
     head = 0
     while head < min(v, new_v) and same_size(before[head], after[head]):
@@ -103,10 +98,17 @@ def reshaped(
         v if p == new_v else p if p < head else len(before) - (n - p) if n - p < tail else None
         for p in range(n)
     )
+    if args is None:
+        known = [0 if o is not None else static_size(s) for o, s in zip(origin, after)]
+        args = [-1 if size is None and known.count(None) == 1 else size for size in known]
+    if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
+        raise NoMatch("has a shape that the walk does not understand", node)
 
     def apply(e: Emitter, t: fx.Node) -> fx.Node:
-        shape = fake(t).shape
-        single = [a != v and not same_size(s, b) for a, (s, b) in enumerate(zip(shape, before))]
+        single = [
+            a not in origin and not same_size(s, b)
+            for a, (s, b) in enumerate(zip(fake(t).shape, before))
+        ]
         if any(single):
             sizes = [static_size(b) if one else -1 for one, b in zip(single, before)]
             if None in sizes:
@@ -114,10 +116,8 @@ def reshaped(
                     "a reshape broadcasts a per-token operand to a size that is not known", node
                 )
             t = e.method("expand", t, tuple(sizes))
-        width = static_size(shape[v])
-        if width is None:
-            width = e.method("size", t, v)
-        return e.method("reshape", t, (*args[:new_v], width, *args[new_v + 1 :]))
+        sizes = [size if o is None else e.size(t, o) for size, o in zip(args, origin)]
+        return e.method("reshape", t, tuple(sizes))
 
     return Move(new_v, origin, apply)
 

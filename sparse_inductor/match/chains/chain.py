@@ -202,9 +202,9 @@ class Chain:
     def _kind(self, term: Term, node: fx.Node) -> Kind:
         return kind_of(self.view, term.operand, node, self.frames[-1], self.linear_after)
 
-    def merge(self, dims: Sequence[int], node: fx.Node) -> None:
-        """Make one axis of several, where the first of them is: a maximum over them is one over their product."""
-        shape, first = self.view.shape(node), dims[0]
+    def merge(self, dims: Sequence[int], first: int, node: fx.Node) -> None:
+        """Make one axis of several, the axis `first`: a maximum over them is one over their product."""
+        shape = self.view.shape(node)
         if self.v_dim in dims:
             raise NoMatch("it reduces over the vocabulary too", node)
         rest = [d for d in range(len(shape)) if d not in dims]

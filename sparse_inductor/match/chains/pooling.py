@@ -30,7 +30,7 @@ _MAXIMA = _PICKS | _WINDOWS | frozenset("max_dim amax maximum min_dim amin aminm
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A maximum (or minimum) over an axis, or over several: `dim` is the first of `dims`.
+    """A maximum (or minimum) over an axis, or over several, of which one is made in the place of the last: `dim`.
 
     values, positions: which of the node's results they are; None where the node is the values, or has no positions.
     """
@@ -48,7 +48,7 @@ class Reduction:
 
     @property
     def dim(self) -> int:
-        return self.dims[0]
+        return self.dims[-1] - len(self.dims) + 1
 
 
 def maximum(view: GraphView, node: fx.Node) -> Reduction | None:

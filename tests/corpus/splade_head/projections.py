@@ -174,7 +174,11 @@ def flattened_axis_by_axis(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
 
 
-@encoder(inputs=(hidden, lambda: hidden().detach().flip(0).requires_grad_()))
+fields = hidden, lambda: hidden().detach().flip(0).requires_grad_()
+
+
+@encoder(inputs=fields)
+@encoder(inputs=fields, dynamic=True, prefix="dynamic_")
 def fields_stacked(self, title, body):
     """The largest weight of a term in any field of a document."""
     logits = torch.stack([self.decoder(title), self.decoder(body)])
