@@ -121,7 +121,8 @@ def _branches(
     chains = [_chain(view, s, neurons) for s in branches(view, value, reader)]
     rows = [row for c in chains for row in c.rows]
     if rows:
-        what = "a term of every token" if rows[0].term.fn == "add" else "a number filled in"
+        term = "threshold" if view.name_of(rows[0].node) in COMPARISONS else "term"
+        what = f"a {term} of every token" if rows[0].term.fn == "add" else "a number filled in"
         raise NoMatch(f"{what} between the projections", rows[0].node)
     found = merged(view, chains, reader)
     parts = [(c, c.factors(value)) for c in chains]

@@ -252,7 +252,7 @@ def binary_features(x, p, m):
     return m.down((m.up(x) > m.scale).to(x.dtype))
 
 
-@weighed("no_rewrite", "a term of every token", at="(h > p)")
+@weighed("no_rewrite", "a threshold of every token", at="(h > p)")
 def threshold_of_each_token(x, p, m):
     """a router decides how many neurons stay"""
     h = m.up(x)
