@@ -333,7 +333,7 @@ class _Recording(TorchDispatchMode):
 
     def _multiplies(self, name: str, args: Any, out: Tensor) -> bool:
         """The next product, where it can be made among the launches."""
-        if compat.product_functions(self._device.type, name) is None:
+        if not available() or compat.product_functions(self._device.type, name) is None:
             return False
         if not self._known(out):
             self._keep(out)
