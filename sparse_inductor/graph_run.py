@@ -227,6 +227,8 @@ class GraphRun:
 
         All at once; if that fails, one after the other, without those that fail.
         """
+        if not candidates:
+            return []
         before, at = Snapshot(self.graph), None
         try:
             for candidate in candidates:

@@ -11,7 +11,7 @@ import functools
 import operator
 import string
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -187,10 +187,24 @@ _SIGNATURES: dict[str, str] = {
     "sparsemax_bisect_loss": "input target n_iter=50",
     "entmax_bisect_loss": "input target alpha=1.5 n_iter=50",
 }
-_PARSED = {
-    name: [(p.partition("=")[0], "=" in p) for p in spec.split()]
-    for name, spec in _SIGNATURES.items()
-}
+
+
+class _Signature(NamedTuple):
+    """The names of parameters, and of a last one that takes any number of arguments, or ""."""
+
+    names: tuple[str, ...]
+    several: str
+    required: frozenset[str]
+
+    @classmethod
+    def parse(cls, text: str) -> _Signature:
+        params = text.split()
+        several = params.pop()[1:] if params and params[-1].startswith("*") else ""
+        names = tuple(p.partition("=")[0] for p in params)
+        return cls(names, several, frozenset(p for p in params if "=" not in p))
+
+
+_PARSED = {name: _Signature.parse(text) for name, text in _SIGNATURES.items()}
 
 _ALIASES = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
@@ -319,27 +333,20 @@ def _function_name(target: Any) -> str | None:
 
 
 def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
-    params = _PARSED.get(name)
-    if params is None:
+    if name not in _PARSED:
         return None
-    bound: dict[str, Any] = {}
-    rest = list(args)
-    for param, _ in params:
-        if param.startswith("*"):
-            if rest:
-                listed = len(rest) == 1 and isinstance(rest[0], (tuple, list))
-                bound[param[1:]] = tuple(rest[0] if listed else rest)
-                rest = []
-        elif rest:
-            bound[param] = rest.pop(0)
+    names, several, required = _PARSED[name]
+    bound: dict[str, Any] = dict(zip(names, args))
+    rest = args[len(names) :] if several else ()
+    if rest:
+        listed = len(rest) == 1 and isinstance(rest[0], (tuple, list))
+        bound[several] = tuple(rest[0] if listed else rest)
     renames = _KEYWORDS_OF.get(name, {})
-    known = {p.lstrip("*") for p, _ in params}
     for key, value in kwargs.items():
-        key = renames.get(key) or (key if key in known else _KEYWORDS.get(key, key))
-        bound[key] = tuple(value) if "*" + key in {p for p, _ in params} else value
-    if any(p not in bound and not optional and not p.startswith("*") for p, optional in params):
-        return None
-    return bound
+        known = key in names or key == several
+        key = renames.get(key) or (key if known else _KEYWORDS.get(key, key))
+        bound[key] = tuple(value) if key == several else value
+    return bound if required <= bound.keys() else None
 
 
 def stored(node: fx.Node) -> fx.Node:

@@ -88,6 +88,11 @@ class GraphView:
         """The canonical name of a node, or None."""
         return name_of(node)
 
+    @functools.cached_property
+    def names(self) -> frozenset[str | None]:
+        """The canonical names of all nodes: what is looked for among the producers of many is often in none."""
+        return frozenset(map(name_of, self.graph.nodes))
+
     # Values
 
     def is_tensor(self, node: Any) -> bool:

@@ -51,11 +51,12 @@ def below(view: GraphView, node: fx.Node, names: Collection[str]) -> bool:
     return any(view.name_of(n) in names for n in reached(node.users, lambda n: n.users, 8))
 
 
+@remembered
 def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] | None:
     """What is above the rectified operand of a batched product of products, and whether the other one is a
     parameter: the down projections of experts rather than the values of an attention. None for anything else."""
     product = contraction(view, node)
-    if product is None:
+    if product is None or view.names.isdisjoint(_RECTIFIERS):
         return None
     for mine, other in ((product.a, product.b), (product.b, product.a)):
         found, weight = above(view, mine.node), is_parameter(view, other.node)

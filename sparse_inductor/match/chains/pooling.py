@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Set
 from typing import Any
 
 from torch import fx
@@ -293,8 +294,8 @@ def _vocabulary_axis(view: GraphView, source: fx.Node, reader: fx.Node) -> int |
 
 def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     """Why a product that weighs the tokens' activations is no SPLADE head; None where it is some other product."""
-    if linears(view, node) != []:  # no product, or one with a matrix
-        return None
+    if not _is_activated(view.names) or linears(view, node) != []:
+        return None  # no product, or one with a matrix
     call = view.call(node)
     for x in call.get("operands") or (call["input"], call["other"]):
         if view.is_tensor(x) and view.dtype(x).is_floating_point:
@@ -316,6 +317,6 @@ def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
     return "batched matmul" in found and _is_activated(found)
 
 
-def _is_activated(found: set[str]) -> bool:
-    """Whether what is above a value has the functions of a SPLADE activation."""
+def _is_activated(found: Set[str | None]) -> bool:
+    """Whether what is above a value, by its names, has the functions of a SPLADE activation."""
     return bool(found & _RISES and found & _LOGS)

@@ -30,7 +30,7 @@ from .layout import WIDTH, Attention
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import Probabilities, read_probabilities
 from .scores import Scores, read_scores, scaled
-from .transform import transform
+from .transform import may_be_there, transform
 
 _NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
 _SPREADS = SPREADS | {"repeat", "repeat_interleave"}
@@ -38,6 +38,8 @@ _SPREADS = SPREADS | {"repeat", "repeat_interleave"}
 
 def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
     """The attention that ends in `node`; None if nothing there is an entmax. Raises NoMatch."""
+    if not may_be_there(view):
+        return None
     product = contraction(view, node)
     if product is None:
         _check_operands(view, node)

@@ -28,7 +28,7 @@ from ...graph.saved import for_the_caller
 from ...graph.trial import Region, region
 from ...graph.values import matched_nodes, rounds
 from ...graph.view import GraphView, fake, same_size
-from ...graph.vocabulary import COPIES, SPREADS
+from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
 from ...pattern import Sparse
 from ..chains.terms import widened
 from .form import ENDS, Candidate, Form, form, unshifted
@@ -46,6 +46,11 @@ _OTHERS = {
 }
 NOT_ENTMAX = frozenset(_OTHERS)
 _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
+# One of these is in every graph with an entmax, which has a rectifier where it is written out.
+_SIGNS = frozenset(
+    {"entmax_op", "autograd_function_apply", *"relu clamp clamp_min threshold maximum".split()}
+    | LEAVES | NOT_ENTMAX | COMPARISONS
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +148,11 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
     if found is not None and same_size(view.shape(found.source)[found.dim], 0):
         raise NoMatch("the rows are empty, which PyTorch refuses", found.node)
     return found
+
+
+def may_be_there(view: GraphView) -> bool:
+    """Whether some node of the graph may be an entmax, from the names of all alone."""
+    return not view.names.isdisjoint(_SIGNS)
 
 
 def _is_another(view: GraphView) -> bool:

@@ -171,6 +171,8 @@ def is_activation(view: GraphView, value: fx.Node, reader: fx.Node) -> bool:
 def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     """Whether what `reader` sees of a tensor comes from a linear and a rectifier: worth a reason where it is no
     block."""
+    if view.names.isdisjoint(RECTIFIER_CALLS):
+        return False
     seen = view.value(source, reader)
     # An assignment is no tensor: what it assigns to, and where.
     sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes

@@ -166,6 +166,7 @@ def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | Non
 _KEEPING = frozenset(
     "scatter scatter_add setitem index_put autograd_function_apply topk kthvalue sort".split()
 )
+_ACTIVATES = RECTIFIER_CALLS | _KEEPING
 _FURTHEST = 48
 # Neurons for each output of the decoder, from which on they are taken for a dictionary of many, few of them active. A
 # feed-forward block has four, and if its activations are read, a reason why it is none.
@@ -204,7 +205,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
         elif readings and same_sizes(view.shape(node)[:-1], rows):
             nodes.add(node)
             encoders.append(node)
-    if not encoders or not names & (RECTIFIER_CALLS | _KEEPING):
+    if not encoders or not names & _ACTIVATES:
         return None
     inside = {*nodes, down.node}
     read = any(reader not in inside for n in nodes for reader in view.readers(n))
@@ -212,7 +213,9 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
 
 
 def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
-    """The products that are reached from a linear without crossing another."""
+    """The products that are reached from a linear without crossing another, where anything is activated."""
+    if view.names.isdisjoint(_ACTIVATES):
+        return []
     down = lambda n: n.users if n is node or linears(view, n) is None else ()
     below = reached([node], down, _FURTHEST)
     return [n for n in below if n is not node and linears(view, n) is not None]
