@@ -52,7 +52,7 @@ class Applied:
     """Tensors of the graph as it was whose zeros can be counted."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Candidate:
     pattern: Pattern
     match: Match
@@ -60,6 +60,14 @@ class _Candidate:
     @property
     def nodes(self) -> set[fx.Node]:
         return {*self.match.matched_nodes, self.match.anchor}
+
+
+@dataclasses.dataclass
+class _Accepted(_Candidate):
+    """A match to put in. inserted: the names of its new nodes, where rewrites are traced."""
+
+    record: Rewrite
+    inserted: tuple[str, ...] = ()
 
 
 class GraphRun:
@@ -78,7 +86,6 @@ class GraphRun:
         self.decisions = Decisions(policy, dry=trace)
         self.verify = verify
         self.trace = trace
-        self.inserted: dict[int, tuple[str, ...]] = {}
         self.applied: list[Applied] = []
         self.rewrites: list[Rewrite] = []
         self.near_misses: list[NearMiss] = []
@@ -89,7 +96,7 @@ class GraphRun:
         )
         self._start = Snapshot(graph), compat.ShapeState(self._env)
         self._sizes = compat.ShapeState(self._env)
-        self._done: list[_Candidate] = []
+        self._done: list[_Accepted] = []
         self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
@@ -111,25 +118,24 @@ class GraphRun:
             # reading the old one.
             accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
             # Records are made while the nodes are still there to be read.
-            records_of: dict[int, Rewrite] = {}
-            for candidate in accepted:
-                with self._guarded(candidate.pattern, candidate.match.anchor):
-                    records_of[id(candidate)] = _record(candidate, view)
-            accepted = [c for c in accepted if id(c) in records_of]
-            before = layouts(self.graph) if accepted else []
-            self._done = self._replace(accepted, records_of)
+            recorded: list[_Accepted] = []
+            for c in accepted:
+                with self._guarded(c.pattern, c.match.anchor):
+                    recorded.append(_Accepted(c.pattern, c.match, _record(c, view)))
+            before = layouts(self.graph) if recorded else []
+            self._done = self._replace(recorded)
             if self._done:
                 keep_layouts(self.graph, before)
                 if torch.is_grad_enabled():
                     keep_apart(self.graph)
             self.decisions.watch(self.graph)
-        self.rewrites = [records_of[id(c)] for c in reversed(self._done)]
+        self.rewrites = [c.record for c in reversed(self._done)]
         if self.trace:
             self.applied = [
                 Applied(
-                    records_of[id(c)],
+                    c.record,
                     tuple(n.name for n in c.match.matched_nodes),
-                    self.inserted[id(c)],
+                    c.inserted,
                     tuple(getattr(c.match, "sparse", ())),
                 )
                 for c in reversed(self._done)
@@ -220,9 +226,7 @@ class GraphRun:
             self.near_misses.append(near_miss(candidate.pattern.name, miss))
         return miss is None
 
-    def _replace(
-        self, candidates: list[_Candidate], records_of: dict[int, Rewrite]
-    ) -> list[_Candidate]:
+    def _replace(self, candidates: list[_Accepted]) -> list[_Accepted]:
         """Put the ops in; returns the candidates that were replaced, in the order given.
 
         All at once; if that fails, one after the other, without those that fail.
@@ -233,7 +237,7 @@ class GraphRun:
         try:
             for candidate in candidates:
                 at = candidate
-                self._put_in(candidate, records_of[id(candidate)])
+                self._put_in(candidate)
             self._try_out(before)
             return candidates
         except Exception as error:
@@ -247,7 +251,7 @@ class GraphRun:
         for candidate in candidates:
             before = Snapshot(self.graph)
             try:
-                self._put_in(candidate, records_of[id(candidate)])
+                self._put_in(candidate)
                 self._try_out(before)
             except Exception as error:
                 pattern, anchor = candidate.pattern, candidate.match.anchor
@@ -259,17 +263,17 @@ class GraphRun:
                 done.append(candidate)
         return done
 
-    def _put_in(self, candidate: _Candidate, record: Rewrite) -> None:
+    def _put_in(self, candidate: _Accepted) -> None:
         started = time.perf_counter()
         present = {n.name for n in self.graph.nodes} if self.trace else set()
         with (
-            self._verified(candidate, record),
+            self._verified(candidate),
             copying_what_is_written(self._view, list(candidate.nodes)),
         ):
             candidate.match.replace()
         if self.trace:
             new = tuple(n.name for n in self.graph.nodes if n.name not in present)
-            self.inserted[id(candidate)] = new
+            candidate.inserted = new
         self.pattern_ms[candidate.pattern.name] += (time.perf_counter() - started) * 1e3
 
     def _try_out(self, before: Snapshot) -> None:
@@ -278,7 +282,7 @@ class GraphRun:
         rehearse(before.new_nodes(), self._env)
 
     @contextlib.contextmanager
-    def _verified(self, candidate: _Candidate, record: Rewrite) -> Iterator[None]:
+    def _verified(self, candidate: _Accepted) -> Iterator[None]:
         """Have a replacement checked when it first runs, if that is asked for."""
         if self.verify is None:
             yield
@@ -286,6 +290,7 @@ class GraphRun:
         from .region import CannotCut, Watch
         from .verify import session as verify
 
+        record = candidate.record
         check = Check(record.pattern, record.location, source=record.source)
         if apart := getattr(candidate.match, "apart", ""):
             self.checks.append(dataclasses.replace(check, verdict="unchecked", detail=apart))
