@@ -733,3 +733,25 @@ def test_a_residual_stream_is_walked_once(monkeypatch):
         RewritePass(registered().values(), report).run(gm.graph)
     assert len(report.rewrites) == 5
     assert len(walked) > 5 and max(walked.values()) == 1
+
+
+def test_a_residual_stream_longer_than_a_walk_is_walked_in_proportion(monkeypatch):
+    """Blocks that read the stream itself: a walk that is cut off is not made anew wherever it is asked for."""
+    from sparse_inductor.match.chains import backward_walk
+
+    walked: list = []
+    usual = backward_walk._walk_back
+    monkeypatch.setattr(
+        backward_walk, "_walk_back", lambda *args: walked.append(args[1]) or usual(*args)
+    )
+    up, down = tensor(8, 4), tensor(4, 8)
+
+    def stream(x):
+        for _ in range(layers):
+            x = x + F.linear(torch.sigmoid(F.linear(x, up)) * 2 - 1, down)
+        return F.relu(F.linear(x, up)).amax(1)
+
+    for layers in (60, 90):
+        walked.clear()
+        RewritePass(registered().values(), Report())(capture(stream, tensor(2, 3, 4)).graph)
+        assert len(walked) < 200 * layers

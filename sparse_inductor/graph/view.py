@@ -60,8 +60,9 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call] = {}
+        self._filled_with: dict[fx.Node, float | None] = {}  # asked of all sums on the way up to it
         self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
-        self.walked: dict[fx.Node, Any] = {}  # of `walk_back`, as the next one
+        self.walked: dict[Any, Any] = {}  # of `walk_back`, as the next one
         self.walks_cut = 0
         self.transforms = _transforms(graph)
         self._modes = modes_by_node(graph, modes_now())
@@ -201,7 +202,9 @@ class GraphView:
         call = self.call(x)
         if not call or (reader is not None and self.value(x, reader) is not x):
             return None
-        c = self._filled(x, call)
+        if x not in self._filled_with:
+            self._filled_with[x] = self._filled(x, call)
+        c = self._filled_with[x]
         if c is None or not self.is_tensor(x):
             return c
         if self.dtype(x).is_floating_point:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,18 +55,20 @@ def walk_back(
     if seen is None:
         raise changed(view, node, reader)
     # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
-    found = view.walked.get((walk, seen))
-    if found is None:
-        cut = view.walks_cut
+    found, nearest = view.walked.get((walk, seen), (None, math.inf))
+    if depth < nearest:
         if depth > _MAX_DEPTH:
             view.walks_cut += 1
             raise NoMatch("the chain of operations is too long", seen)
+        cut = view.walks_cut
         try:
             found = _walk_back(view, seen, depth, walk)
         except NoMatch as reason:
             found = reason
-        if view.walks_cut == cut:  # else one from a nearer reader may come further
-            view.walked[walk, seen] = found
+        # Of a walk that was cut off, one from a nearer reader may come further.
+        view.walked[walk, seen] = found, depth if view.walks_cut > cut else -1
+    elif nearest >= 0:
+        view.walks_cut += 1
     if isinstance(found, NoMatch):
         raise found.with_traceback(None)
     return found
