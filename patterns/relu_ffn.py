@@ -52,6 +52,7 @@ from sparse_inductor.match.feed_forward.block import (
 from sparse_inductor.match.feed_forward.downs import Downs
 from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
+from sparse_inductor.match.feed_forward.entries import shift_of
 from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
 from sparse_inductor.pattern import Miss, Sparse
@@ -69,7 +70,8 @@ _EXPERTS = "every expert (or head) has weights of its own, and the operator take
 @dataclasses.dataclass
 class BlockMatch:
     """A recognised block, ready to be replaced. `at` is where the operator goes in; residual: what is added to the
-    block, where the anchor is that sum. saves: gives `bytes_saved`, which imports kernels on a GPU."""
+    block, where the anchor is that sum. shifted: of `shift_of`. saves: gives `bytes_saved`, which imports kernels on a
+    GPU."""
 
     anchor: fx.Node
     reading: Reading
@@ -79,6 +81,7 @@ class BlockMatch:
     matched_nodes: tuple[fx.Node, ...]
     saves: Callable[[], int | None]
     residual: fx.Node | None = None
+    shifted: tuple[fx.Node, fx.Node, fx.Node] | None = None
     popular: int = 0
     pattern, op = NAME, OP
 
@@ -92,7 +95,8 @@ class BlockMatch:
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        return _reads(self.reading, self.others)
+        difference, *operands = self.shifted or (self.anchor,)
+        return _reads(self.reading, self.others) + [(t, difference) for t in operands]
 
     @property
     def ends(self) -> tuple[fx.Node, ...]:
@@ -127,11 +131,20 @@ class BlockMatch:
             weights += [e.method("detach", t) if t is not None and flat else t for t in pair]
         weights += [None] * (4 - len(weights))
         down_bias = downs.bias(e, dtype)
+        shift = None
+        if self.shifted is not None and x is self.shifted[0]:
+            _, x, shift = self.shifted
+            shift = e.method("reshape", shift, (-1,)) if fake(shift).dim() != 1 else shift
+        statistics = [s for s, _ in self.others.statistics]
+        stat_weight = next((s.weight[1](e) for s in statistics if s.weight is not None), None)
+        if stat_weight is not None:
+            stat_weight = e.method("reshape", stat_weight, (-1,))
+        more = [self.residual, self.popular, shift]
         op = e.call(
             own_operator("relu_ffn"),
-            x, *weights, downs.weight(e, dtype), None if r.tokens else down_bias,
-            render(r.gate.program), render(r.up.program) if r.up else "", bool(self.others.statistics),
-            *([] if self.residual is None and not self.popular else [self.residual, self.popular]),
+            x, *weights, downs.weight(e, dtype), None if r.tokens else down_bias, stat_weight,
+            render(r.gate.program), render(r.up.program) if r.up else "",
+            bool(statistics), any(s.of_neurons for s in statistics), *(more if any(more) else []),
         )  # fmt: skip
         y = downs.scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])
@@ -140,21 +153,25 @@ class BlockMatch:
         self.anchor.replace_all_uses_with(y)
         for down, t in zip(self.others.downs, more):
             down.node.replace_all_uses_with(e.laid_out(down.finish(e, t), fake(down.node)))
-        if self.others.statistics:
-            self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
+        if statistics:
+            self._emit_statistics(e, op, rest)
 
-    def _emit_statistics(self, e: Emitter, values: fx.Node, rest: list[int]) -> None:
+    def _emit_statistics(self, e: Emitter, op: fx.Node, rest: list[int]) -> None:
         down = self.reading.down
         axis = down.d_dim
+        values = e.call(operator.getitem, op, 1)
         # From the axes of the operator's input to those of the activation, the neurons' left out.
         order = rest if down.order is None else [down.order[d] for d in rest]
         axes = [a for a in range(len(order) + 1) if a != axis]
         for s, of in self.others.statistics:
-            row = {"gate": 0, "hidden": 2}[of] + (s.norm != 1)
+            row = 4 if s.weight is not None else {"gate": 0, "hidden": 2}[of] + (s.norm != 1)
             t = e.call(operator.getitem, values, row)
-            t = e.permuted(t, [order.index(a) for a in axes])
-            neurons = fake(s.source).shape[axis]
-            s.node.replace_all_uses_with(e.laid_out(s.emit(e, t, axis, neurons), fake(s.node)))
+            if s.of_neurons:
+                found = s.emit_of_neurons(e, e.call(operator.getitem, op, 2), t)
+            else:
+                t = e.permuted(t, [order.index(a) for a in axes])
+                found = s.emit(e, t, axis, fake(s.source).shape[axis])
+            s.node.replace_all_uses_with(e.laid_out(found, fake(s.node)))
 
 
 class ReluFfn(Recogniser):
@@ -243,11 +260,9 @@ class ReluFfn(Recogniser):
             raise NoMatch("what is added to the result comes out of the block itself", node)
         if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
             raise NoMatch("the down weight comes out of the block itself", node)
-        # A weighted sum in training is for whoever asks for it: the default leaves it as written.
-        weight = down.weight_source
-        asked = view.needs_grad(weight) and all(isinstance(n, int) for n in fake(weight).shape)
-        more = [d for d in others.downs if d.width is None or not asked]
-        check_joined(view, [one.parts, [down, *more]], down)
+        if not {t for s, _ in others.statistics for t in s.leaves}.isdisjoint(nodes):
+            raise NoMatch("a weight of the activations comes out of the block itself", node)
+        check_joined(view, [one.parts, [down, *others.downs]], down)
         saved = functools.partial(_bytes_saved, view, reading)
         if (total := residual_sum(view, reading)) is not None and not others.ends:
             end, residual = total
@@ -256,7 +271,12 @@ class ReluFfn(Recogniser):
                 match = BlockMatch(end, reading, one, others, end, with_sum, saved, residual)
                 check_match(view, match)
                 return match
-        return BlockMatch(node, reading, one, others, at, nodes, saved)
+        shifted = None
+        if up is None and len(gate.linear.summands) == 1 and gate.linear.source not in nodes:
+            shifted = shift_of(view, gate.linear.source, node, node)
+        if shifted is not None and {*view.readers(shifted[0])} <= {*nodes}:
+            nodes = matched_nodes(view, [*nodes, shifted[0]])
+        return BlockMatch(node, reading, one, others, at, nodes, saved, shifted=shifted)
 
     def worth(self, match: BlockMatch | LayerMatch, view: GraphView) -> Worth:
         if isinstance(match, LayerMatch):
@@ -275,7 +295,7 @@ class ReluFfn(Recogniser):
             bits=8 * dtype.itemsize,
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),
-            weighed=int(any(d.width is not None for d in match.others.downs)),
+            weighed=int(any(s.weight is not None for s, _ in match.others.statistics)),
             training=int(any(map(view.needs_grad, match.reading.inputs))),
         )
         given = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
@@ -302,6 +322,7 @@ def _reads(reading: Reading, others: Others) -> list[tuple[fx.Node, fx.Node]]:
     down = reading.down
     reads = [r for b in reading.branches for r in b.reads]
     reads += [(t, down.node) for t in down.read]
+    reads += [(t, s.node) for s, _ in others.statistics for t in s.leaves]
     return reads + [(t, d.node) for d in others.downs for t in (d.weight_source, *d.also)]
 
 

@@ -28,7 +28,7 @@ from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COPIES
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
-from sparse_inductor.match.feed_forward.entries import by_column, is_last, sizes_of
+from sparse_inductor.match.feed_forward.entries import is_last, shift_of, sizes_of
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
@@ -131,7 +131,7 @@ class TopkEncode(Recogniser):
         mixed = any(fake(n).dtype != fake(scores).dtype for n in above)
         nodes = only_read_by(view, node, () if mixed else above)
         left = not nodes.issuperset(above)
-        shifted = None if left else _shifted(view, linear.source, scores, node)
+        shifted = None if left else shift_of(view, linear.source, scores, node)
         if shifted is not None:
             nodes = only_read_by(view, node, (*above, shifted[0]))
         matched = tuple(sorted(nodes, key=view.order.__getitem__))
@@ -143,24 +143,6 @@ class TopkEncode(Recogniser):
         sizes = sizes_of(match.scores, x, match.scores, learnt)
         device = fake(match.scores).device
         return look_up(NAME, device, **sizes, ratio=sizes["neurons"] // k)
-
-
-def _shifted(
-    view: GraphView, node: fx.Node, scores: fx.Node, anchor: fx.Node
-) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(difference, tensor, vector) where a linear takes a tensor less a vector, and only the vector needs a gradient:
-    that is a sum over the rows, which need not be made one by one."""
-    call = view.call(node)
-    if call.name != "sub" or call.inplace:
-        return None
-    found = by_column(view, node)
-    if found is None or found[0] is not call["input"]:
-        return None
-    x, vector = found
-    dtypes = {fake(t).dtype for t in (node, x, vector, scores)}
-    wanted = all(map(view.needs_grad, (node, vector))) and not view.needs_grad(x)
-    there = not any(view.effects.changes(t, node, anchor) for t in (x, vector))
-    return (node, x, vector) if wanted and there and len(dtypes) == 1 else None
 
 
 def _learnt(view: GraphView, chain: Chain) -> bool:

@@ -127,7 +127,7 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
 
     def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         op = torch.ops.sparse_inductor.relu_ffn
-        y, numbers = op(x, gate, None, up, None, down, None, "relu", "", stats)
+        y, numbers, _ = op(x, gate, None, up, None, down, None, None, "relu", "", stats, False)
         assert numbers.shape == (4 if stats else 0, tokens) and numbers.dtype == torch.float32
         return y, numbers
 
@@ -156,15 +156,16 @@ def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(u
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=dtype).div_(4).requires_grad_()
     x, gate, down, bias = draw(3, 5, 16), draw(24, 16), draw(8, 24), draw(24)
-    tensors = [x, gate, bias, *((None, None) if up is None else (draw(24, 16), None)), down, None]
+    ups = (None, None) if up is None else (draw(24, 16), None)
+    tensors = [x, gate, bias, *ups, down, None, draw(24)]
     learned = [t for t in tensors if t is not None]
     steps = "relu | square", up or ""
     found = []
-    for y, numbers in (
-        ops._dense(x, tensors[1:], *steps, True),
-        torch.ops.sparse_inductor.relu_ffn(*tensors, *steps, True),
+    for y, numbers, counts in (
+        ops._dense(x, tensors[1:], *steps, True, True),
+        torch.ops.sparse_inductor.relu_ffn(*tensors, *steps, True, True),
     ):
-        loss = y.double().sin().sum() + (numbers[0] - 2 * numbers[2]).double().sum()
-        found.append([y, numbers, *torch.autograd.grad(loss, learned)])
+        loss = y.double().sin().sum() + (numbers[0] - 2 * numbers[2] + numbers[4]).double().sum()
+        found.append([y, numbers, counts, *torch.autograd.grad(loss, learned)])
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(*found, **tolerance)

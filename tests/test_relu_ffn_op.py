@@ -34,10 +34,10 @@ def weights(dtype=torch.float64, gated=True, bias=True, N=N, requires_grad=False
     }
 
 
-def arguments(x, w, *more):
-    """Of the operators."""
+def arguments(x, w, stats, *more, stat_weight=None):
+    """Of the operators; with statistics the counts, too."""
     order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    return (x, *(w[k] for k in order), "relu", "", *more)
+    return (x, *(w[k] for k in order), stat_weight, "relu", "", stats, stats, *more)
 
 
 def dense(x, w, f=F.relu, g=lambda u: u):
@@ -86,27 +86,50 @@ def test_gradients(gated):
     assert gradcheck(fn, (x, *(w[k] for k in names)), fast_mode=True)
 
 
-def test_gradients_of_statistics():
-    x, w = tokens(4, requires_grad=True), weights(requires_grad=True)
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_of_statistics(gated):
+    x, w = tokens(4, requires_grad=True), weights(gated=gated, requires_grad=True)
+    weight = torch.randn(N, dtype=x.dtype, requires_grad=True)
+    y, stats = relu_ffn(x, **w, return_stats=True, stat_weight=weight)
+    want_y, a, h = dense(x, w)
+    want = [a.abs().sum(-1), h.abs().sum(-1), (h * weight).sum(-1)]
+    torch.testing.assert_close(stats[[0, 2, 4]], torch.stack(want))
+    leaves = [x, weight, *(t for t in w.values() if t is not None)]
+    scale = torch.arange(1.0, 5.0, dtype=x.dtype)
+    losses = [
+        y.sum() + sum((i + 2) * (t * scale).sum() for i, t in enumerate(ts))
+        for y, ts in ((y, stats[[0, 2, 4]]), (want_y, want))
+    ]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses))
 
-    def fn(x, gate, up):
-        y, stats = relu_ffn(x, **{**w, "gate": gate, "up": up}, return_stats=True)
-        return y.sum(), stats[0].double(), stats[2].double()
 
-    y, a, h = fn(x, w["gate"], w["up"])
-    want_y, want_a, want_h = dense(x, w)
-    torch.testing.assert_close(a, want_a.abs().sum(-1), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(h, want_h.abs().sum(-1), rtol=1e-6, atol=1e-6)
-    got = torch.autograd.grad(y + 2 * a.sum() + 3 * h.sum(), (x, w["gate"], w["up"]))
-    loss = want_y.sum() + 2 * want_a.abs().sum() + 3 * want_h.abs().sum()
-    want = torch.autograd.grad(loss, (x, w["gate"], w["up"]))
-    torch.testing.assert_close(got, want)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("of_x", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_shift(gated, of_x, bias):
+    x, w = tokens(2, 3, requires_grad=of_x), weights(gated=gated, bias=bias, requires_grad=True)
+    shift = torch.randn(K, dtype=x.dtype, requires_grad=True)
+    got, want = relu_ffn(x, **w, shift=shift), dense(x - shift, w)[0]
+    leaves = [shift, *([x] if of_x else []), *(t for t in w.values() if t is not None)]
+    found = [[y, *torch.autograd.grad(y.square().sum(), leaves)] for y in (got, want)]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(relu_ffn(x.detach(), **w, shift=shift.detach()), want)
+
+
+def test_gradients_lie_as_the_weights():
+    x, w = tokens(4), lying_by_columns(weights())
+    names = ("gate", "up", "down")
+    for name in names:
+        w[name].requires_grad_()
+    grads = torch.autograd.grad(relu_ffn(x, **w).sum(), [w[name] for name in names])
+    assert [g.stride() for g in grads] == [w[name].stride() for name in names]
 
 
 def test_counts():
     x, w = tokens(2, 3), weights()
-    _, stats = relu_ffn(x, **w, return_stats=True)
+    _, stats, counts = relu_ffn(x, **w, return_stats=True, return_counts=True)
     _, a, h = dense(x, w)
+    assert torch.equal(counts, (h != 0).sum((0, 1)).int()) and counts.dtype == torch.int32
     assert stats.shape == (4, 2, 3) and stats.dtype == x.dtype == torch.float64
     assert torch.equal(stats[1], (a != 0).sum(-1).double())
     assert torch.equal(stats[3], (h != 0).sum(-1).double())
@@ -184,12 +207,15 @@ def test_low_precision_is_as_close_to_the_truth_as_the_dense_block(dtype):
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("given", ["nothing", "stats", "popular", "residual"])
+@pytest.mark.parametrize("given", ["nothing", "stats", "popular", "residual", "shift"])
 def test_opcheck(train, given):
     w = weights(dtype=torch.float32, requires_grad=train)
     x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
     r = torch.randn(2, 3, D, requires_grad=train) if given == "residual" else None
-    args = arguments(x, w, given == "stats", r, 2 if given == "popular" else 0)
+    shift = torch.randn(K, requires_grad=train) if given == "shift" else None
+    weight = torch.randn(N, requires_grad=train) if given == "stats" else None
+    popular = 2 if given == "popular" else 0
+    args = arguments(x, w, given == "stats", r, popular, shift, stat_weight=weight)
     torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
@@ -214,10 +240,11 @@ def test_the_backward_reads_popular_neurons_apart():
     """As kernels may have kept them: their entries are not among the packed ones."""
     ops, w, x = torch.ops.sparse_inductor, weights(), tokens(5)
     call = arguments(x, w, False)
-    y, stats, count, index, gates, ups, found, *_ = ops.relu_ffn_train(*call, 3)
+    wanted = [True] * 8, [False] * 3
+    y, stats, _, count, index, gates, ups, found, *_ = ops.relu_ffn_train(*call, 3)
     grad = torch.randn_like(y)
-    everything = ops.relu_ffn_train(*call, 0)[2:]
-    want = ops.relu_ffn_backward(grad, stats, *call, *everything, [True] * 7)
+    everything = ops.relu_ffn_train(*call, 0)[3:]
+    want = ops.relu_ffn_backward(grad, stats, *call, *everything, *wanted)
     found.copy_(torch.tensor([4, 11, 2]))
     count[1] = index.shape[1] + 1  # a row that overflows
     for m in range(5):
@@ -228,7 +255,7 @@ def test_the_backward_reads_popular_neurons_apart():
     apart = [F.linear(x, w[k], w[f"{k}_bias"])[:, found] for k in ("gate", "up")]
     apart[0][1], apart[1][1] = torch.nan, torch.nan
     got = ops.relu_ffn_backward(
-        grad, stats, *call, count, index, gates, ups, found, *apart, [True] * 7
+        grad, stats, *call, count, index, gates, ups, found, *apart, *wanted
     )
     torch.testing.assert_close(got, want)
 
@@ -277,6 +304,10 @@ def test_autocast():
         ({"residual": torch.zeros(2, 3)}, ValueError, "residual must be (2, 5), got shape (2, 3)"),
         ({"residual": torch.zeros(D)}, ValueError, "residual must be (2, 5), got shape (5,)"),
         ({"residual": torch.zeros(2, D).half()}, TypeError, "residual must have the dtype of x"),
+        ({"shift": torch.zeros(3)}, ValueError, "shift must be [6], got shape (3,)"),
+        ({"stat_weight": torch.zeros(N)}, ValueError, "stat_weight is given without return_stats"),
+        ({"return_counts": True}, ValueError, "return_counts is given without return_stats"),
+        ({"stat_weight": torch.zeros(3), "return_stats": True}, ValueError, "stat_weight must be [20], got shape (3,)"),
         ({"gate_steps": "sigmoid"}, ValueError, "must be 0 up to some number, got 'sigmoid'"),
         ({"gate_steps": "relu | row_mul(0)"}, ValueError, "takes no row operands, got 'row_mul'"),
         ({"gate_steps": "rellu"}, ValueError, "unknown step 'rellu'"),

@@ -42,8 +42,8 @@ class Linear:
     make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
     linear input, None where it is the source itself. finish: makes `node` of the map's result, where that is more.
     also: what `finish` reads, or the weight is made of. parts: the maps whose sum it is, if it is one, in the order of
-    their columns in D. width: of V, where `node` has no axis of it. d_axes, v_axes: how many neighbouring axes of the
-    source are D, and of `node` are V, `v_dim` being the first of them.
+    their columns in D. d_axes, v_axes: how many neighbouring axes of the source are D, and of `node` are V, the first
+    of which is `v_dim`.
     """
 
     node: fx.Node
@@ -59,15 +59,12 @@ class Linear:
     finish: Callable[[Emitter, fx.Node], fx.Node] = lambda e, y: y
     also: tuple[fx.Node, ...] = ()
     parts: tuple[Linear, ...] = ()
-    width: int | None = None
     d_axes: int = 1
     v_axes: int = 1
 
     @property
     def outputs(self) -> Any:
         """The size of V."""
-        if self.width is not None:
-            return self.width
         return math.prod(fake(self.node).shape[self.v_dim : self.v_dim + self.v_axes])
 
     @property

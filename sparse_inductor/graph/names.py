@@ -139,7 +139,7 @@ _SIGNATURES: dict[str, str] = {
     "unbind": "input dim=0",
     **dict.fromkeys(("cat", "stack"), "tensors dim=0"),
     **dict.fromkeys(("cast", "layer_norm"), "input *rest"),
-    **dict.fromkeys("sum mean aminmax argmax any".split(), "input dim=None keepdim=False"),
+    **dict.fromkeys("sum mean aminmax argmax any all".split(), "input dim=None keepdim=False"),
     **dict.fromkeys(("amax", "amin"), "input dim=() keepdim=False"),
     **dict.fromkeys("max_dim min_dim logsumexp".split(), "input dim keepdim=False"),
     "median": "input dim=-1 keepdim=False",

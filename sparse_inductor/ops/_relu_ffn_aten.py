@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,27 @@ class Packed:
             self.popular_gate.fill_(-math.inf)
 
 
-def forward(x: Tensor, b: Block, stats: Tensor | None, packed: Packed | None) -> Tensor:
-    """y [M, D]; fills `stats` [4, M] (fp32) and `packed` where they are given."""
+class Statistics(NamedTuple):
+    """stats [4, M] of the tokens, [5, M] with a weight [N]: of f(gate) the sum of |a| and the number of non-zeros, the
+    same of h, the sum of h * weight. counts [N] zeros, or None: at how many tokens h of a neuron is not 0."""
+
+    stats: Tensor
+    weight: Tensor | None
+    counts: Tensor | None
+
+    def fill(self, part: slice, a: Tensor, h: Tensor) -> None:
+        """Of some rows, from a and h [m, N]."""
+        for row, t in ((0, a), (2, h)):
+            self.stats[row, part] = t.abs().sum(1).to(self.stats.dtype)
+            self.stats[row + 1, part] = (t != 0).sum(1).to(self.stats.dtype)
+        if self.weight is not None:
+            self.stats[4, part] = (h * self.weight.to(h.dtype)).sum(1).to(self.stats.dtype)
+        if self.counts is not None:
+            self.counts.add_((h != 0).sum(0))
+
+
+def forward(x: Tensor, b: Block, stats: Statistics | None, packed: Packed | None) -> Tensor:
+    """y [M, D]; fills `stats` and `packed` where they are given."""
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
     if packed is not None:
@@ -93,7 +113,9 @@ def forward(x: Tensor, b: Block, stats: Tensor | None, packed: Packed | None) ->
     return y
 
 
-def _rows(x: Tensor, b: Block, part: slice, stats: Tensor | None, packed: Packed | None) -> Tensor:
+def _rows(
+    x: Tensor, b: Block, part: slice, stats: Statistics | None, packed: Packed | None
+) -> Tensor:
     gate = F.linear(x, b.gate, b.gate_bias)
     if packed is None and stats is None and len(x) <= _DECODE_ROWS and looks_at(x):
         top = gate if len(x) == 1 else gate.amax(0, keepdim=True)  # a NaN stays
@@ -112,9 +134,7 @@ def _rows(x: Tensor, b: Block, part: slice, stats: Tensor | None, packed: Packed
         g = run(b.g, b.wide(up))
         h = a * g if stats is not None else a.mul_(g)
     if stats is not None:
-        for row, t in ((0, a), (2, h)):
-            stats[row, part] = t.abs().sum(1).to(stats.dtype)
-            stats[row + 1, part] = (t != 0).sum(1).to(stats.dtype)
+        stats.fill(part, a, h)
     return F.linear(h.to(x.dtype), b.down, b.down_bias)
 
 
@@ -207,10 +227,18 @@ def _unpack(
 
 
 def backward(
-    dy: Tensor, d_stats: Tensor | None, x: Tensor, b: Block, packed: Packed, needs: Sequence[bool]
+    dy: Tensor,
+    d_stats: Tensor | None,
+    weight: Tensor | None,
+    x: Tensor,
+    b: Block,
+    packed: Packed,
+    needs: Sequence[bool],
+    turned: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down and down_bias in their dtypes; None where not needed."""
-    sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias)
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of a statistic's weight in their dtypes; None
+    where not needed. turned: which of those of gate, up and down lie by columns in memory."""
+    sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias, weight)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = [
         torch.zeros(t.shape, dtype=wide, device=x.device) if n and t is not None else None
@@ -221,11 +249,11 @@ def backward(
     for i in range(0, len(x), step):
         part = slice(i, min(i + step, len(x)))
         xs, dys = x[part], dy[part]
-        d_gate, d_up, h = _slopes(
-            dys, None if d_stats is None else d_stats[:, part], xs, b, packed, part
-        )
-        left = (d_gate, d_gate, d_up, d_up, dys, dys)
-        right = (xs, None, xs, None, h, None)
+        d_some = None if d_stats is None else d_stats[:, part]
+        d_gate, d_up, h = _slopes(dys, d_some, weight, xs, b, packed, part)
+        weighted = None if weight is None or d_some is None else d_some[4].to(wide).unsqueeze(1) * h
+        left = (d_gate, d_gate, d_up, d_up, dys, dys, weighted)
+        right = (xs, None, xs, None, h, None, None)
         for total, s, t in zip(sums, left, right):
             if total is not None and s is not None:
                 total += s.sum(0, dtype=wide) if t is None else s.t() @ t
@@ -233,12 +261,21 @@ def backward(
             dx[part] = d_gate @ b.gate
             if d_up is not None:
                 dx[part] += d_up @ b.up
-    rest = [None if s is None else s.to(x.dtype) for s in sums]
+    rest = [None if s is None else s.to(t.dtype) for s, t in zip(sums, sources[1:])]
+    for i, by_columns in zip((0, 2, 4), turned):
+        if by_columns and (found := rest[i]) is not None:
+            rest[i] = found.t().contiguous().t()
     return [dx, *rest]
 
 
 def _slopes(
-    dy: Tensor, d_stats: Tensor | None, x: Tensor, b: Block, packed: Packed, part: slice
+    dy: Tensor,
+    d_stats: Tensor | None,
+    weight: Tensor | None,
+    x: Tensor,
+    b: Block,
+    packed: Packed,
+    part: slice,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The gradients of both projections and the product h, [m, N] in the dtype of x, of a chunk of rows."""
     dh = b.wide(dy @ b.down)
@@ -251,6 +288,8 @@ def _slopes(
     h = a if v is None else torch.where(active, a * v, 0.0)
     if d_stats is not None:
         dh = dh + d_stats[2].unsqueeze(1).to(dh.dtype) * h.sign()
+        if weight is not None:
+            dh = dh + d_stats[4].unsqueeze(1).to(dh.dtype) * weight.to(dh.dtype)
     da = dh if v is None else dh * v
     if d_stats is not None:
         da = da + d_stats[0].unsqueeze(1).to(dh.dtype) * a.sign()

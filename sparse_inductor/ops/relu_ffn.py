@@ -32,7 +32,14 @@ from ..epilogue.zero_threshold import zero_threshold
 from ..layers import launches
 from ..policy.popular import may_take_popular
 from . import _relu_ffn_aten as aten
-from ._arguments import as_rows, check_floats, differ, fake_gradients, returned
+from ._arguments import (
+    as_rows,
+    check_floats,
+    differ,
+    fake_gradients,
+    is_turned,
+    returned,
+)
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -47,18 +54,18 @@ from ._sharding import Dims, Rule, dims
 
 _INPUTS = (
     "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
-    " str gate_steps, str up_steps, bool stats"
+    " Tensor? stat_weight, str gate_steps, str up_steps, bool stats, bool counts"
 )
 _PACKED = (
     "Tensor count, Tensor index, Tensor gates, Tensor ups,"
     " Tensor popular, Tensor popular_gates, Tensor popular_ups"
 )
 _lib = define(
-    f"relu_ffn({_INPUTS}, Tensor? residual=None, int popular=0) -> (Tensor, Tensor)",
+    f"relu_ffn({_INPUTS}, Tensor? residual=None, int popular=0, Tensor? shift=None) -> (Tensor, Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}, int popular=0)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[7] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[8] needs, bool[3] turned)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -68,15 +75,23 @@ def relu_ffn(
     x: Tensor, gate: Tensor, down: Tensor, up: Tensor | None = None, *,
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[False] = False, residual: Tensor | None = None,
-    popular: int = 0,
+    popular: int = 0, shift: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def relu_ffn(
     x: Tensor, gate: Tensor, down: Tensor, up: Tensor | None = None, *,
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[True], residual: Tensor | None = None,
-    popular: int = 0,
+    gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[True], stat_weight: Tensor | None = None,
+    return_counts: Literal[False] = False, residual: Tensor | None = None, popular: int = 0,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def relu_ffn(
+    x: Tensor, gate: Tensor, down: Tensor, up: Tensor | None = None, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[True], stat_weight: Tensor | None = None,
+    return_counts: Literal[True], residual: Tensor | None = None, popular: int = 0, shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 # fmt: on
 def relu_ffn(
     x: Tensor,
@@ -90,9 +105,12 @@ def relu_ffn(
     gate_steps: str = "relu",
     up_steps: str = "",
     return_stats: bool = False,
+    stat_weight: Tensor | None = None,
+    return_counts: bool = False,
     residual: Tensor | None = None,
     popular: int = 0,
-) -> Tensor | tuple[Tensor, Tensor]:
+    shift: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """A feed-forward block whose hidden activations are mostly zeros (TwELL, section 3).
 
     Args:
@@ -106,25 +124,37 @@ def relu_ffn(
             "threshold(0.1, 0.0)" or "add(-1.0) | relu" are.
         up_steps: the program g after the up projection; "" leaves it as it is.
         return_stats: also return statistics of every token.
+        stat_weight: [N] in the dtype of `x` or fp32, or None. With `return_stats`, a fifth statistic is the sum of
+            h * stat_weight, as in a sparse autoencoder whose L1 term is weighted by the norms of its decoder's rows. It
+            has a gradient.
+        return_counts: with `return_stats`, also return at how many tokens each neuron is not 0.
         residual: [..., D] or None, in the dtype of the result, to which that is added, rounded as it is without.
         popular: how many neurons, the most active ones of a call, are taken by products over all tokens; the others
             are gathered; at most N / 2. A matter of speed, where neurons are unequally active: best those that more
             than one token in seventy activates. On Hopper GPUs, in 16 bits, of up to 32,768 neurons, without
             statistics; elsewhere it changes nothing.
+        shift: [K] or None, subtracted from `x`. Where `x` needs no gradient, that of `shift` costs a product with a
+            vector.
 
     Returns:
-        y [..., D], or (y, stats), stats [4, ...] in fp32 (fp64 for fp64): of f(gate(x)) the sum of absolute values
-        and the number of non-zeros, then the same of the product h. The sums have a gradient.
+        y [..., D], or (y, stats) or (y, stats, counts). stats [4 or 5, ...] in fp32 (fp64 for fp64): of f(gate(x)) the
+        sum of absolute values and the number of non-zeros, then the same of the product h, then its weighted sum. The
+        sums have a gradient. counts [N], int32: at how many tokens h is not 0.
 
     Raises:
-        ValueError: shapes, steps or a number of neurons that do not fit, naming the offending value.
+        ValueError: shapes, steps or a number of neurons that do not fit, naming the offending value; `stat_weight` or
+            `return_counts` without `return_stats`.
         TypeError: a dtype that is not accepted.
     """
-    x, *weights = as_autocast(x, gate, gate_bias, up, up_bias, down, down_bias)
-    y, stats = torch.ops.sparse_inductor.relu_ffn(
-        x, *weights, gate_steps, up_steps, return_stats, residual, popular
+    if not return_stats and (stat_weight is not None or return_counts):
+        given = "return_counts" if stat_weight is None else "stat_weight"
+        raise ValueError(f"{given} is given without return_stats")
+    x, *weights, shift = as_autocast(x, gate, gate_bias, up, up_bias, down, down_bias, shift)
+    settings = gate_steps, up_steps, return_stats, return_counts
+    y, stats, counts = torch.ops.sparse_inductor.relu_ffn(
+        x, *weights, stat_weight, *settings, residual, popular, shift
     )
-    return (y, stats) if return_stats else y
+    return (y, stats, counts) if return_counts else (y, stats) if return_stats else y
 
 
 def capacity(N: int) -> int:
@@ -149,7 +179,9 @@ def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
     return f, g, at
 
 
-def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None, popular=0) -> None:
+def _check(
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, *, residual=None, popular=0, shift=None
+) -> None:  # fmt: skip
     """Raises the errors that `relu_ffn` documents."""
     if x.dim() < 1:
         raise ValueError(f"x must be [..., K], got shape {tuple(x.shape)}")
@@ -164,8 +196,9 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None, p
         raise ValueError("up_bias is given without up")
     if down.dim() != 2 or differ(down.shape[1], N):
         raise ValueError(f"down must be [D, N] with N = {N}, got shape {tuple(down.shape)}")
-    biases = (("gate_bias", gate_bias, N), ("up_bias", up_bias, N))
-    for name, t, n in (*biases, ("down_bias", down_bias, down.shape[0])):
+    of_neurons = (("gate_bias", gate_bias), ("up_bias", up_bias), ("stat_weight", stat_weight))
+    others = (("down_bias", down_bias, down.shape[0]), ("shift", shift, x.shape[-1]))
+    for name, t, n in (*((name, t, N) for name, t in of_neurons), *others):
         if t is not None and (t.dim() != 1 or differ(t.shape[0], n)):
             raise ValueError(f"{name} must be [{n}], got shape {tuple(t.shape)}")
     shape = (*x.shape[:-1], down.shape[0])
@@ -177,8 +210,10 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None, p
         raise ValueError(f"popular must be 0 to N / 2 = {N // 2}, got {popular}")
     check_floats(
         "x", x, gate=gate, gate_bias=gate_bias, up=up, up_bias=up_bias, down=down, down_bias=down_bias,
-        residual=residual,
+        residual=residual, shift=shift,
     )  # fmt: skip
+    if stat_weight is not None and stat_weight.dtype != torch.float32:
+        check_floats("x", x, stat_weight=stat_weight)
 
 
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:
@@ -192,10 +227,18 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _block(weights: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
-    gate, gate_bias, up, up_bias, down, down_bias = weights
+def _block(tensors: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
+    """tensors: x, the weights and biases, and what else follows them."""
+    gate, gate_bias, up, up_bias, down, down_bias = tensors[1:7]
     f, g, at = _programs(gate_steps, up_steps)
     return aten.Block(gate, gate_bias, up, up_bias, down, down_bias, f, g, at)
+
+
+def _empty_statistics(x: Tensor, weight, N, stats: bool, counts: bool) -> tuple[Tensor, Tensor]:
+    """(statistics of the tokens, counts of the neurons), where they are wanted."""
+    rows = 0 if not stats else 4 if weight is None else 5
+    numbers = x.new_empty(rows, *x.shape[:-1], dtype=_wide(x))
+    return numbers, x.new_zeros(N if counts else 0, dtype=torch.int32)
 
 
 def _empty_packed(x: Tensor, N, gated: bool, popular: int) -> aten.Packed:
@@ -213,18 +256,24 @@ def _empty_packed(x: Tensor, N, gated: bool, popular: int) -> aten.Packed:
     )
 
 
-def _run(
-    train, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    residual=None, popular=0,
-):  # fmt: skip
-    """(y, statistics, what is packed)."""
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    _check(x, *weights, residual=residual, popular=popular)
-    block = _block(weights, gate_steps, up_steps)
+def _given(rest: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """residual, popular, shift: the dispatcher leaves out what is the default."""
+    given = (*rest, *(None, 0, None)[len(rest) :])
+    return given[0], given[1], given[2]
+
+
+def _run(train, *call):
+    """(y, statistics, counts, what is packed)."""
+    *tensors, gate_steps, up_steps, stats, counts = call[:12]
+    residual, popular, shift = _given(call[12:])
+    _check(*tensors, residual=residual, popular=popular, shift=shift)
+    block = _block(tensors, gate_steps, up_steps)
+    x, weight = tensors[0], tensors[-1]
     lead = x.shape[:-1]
-    flat = as_rows(x)
-    numbers = flat.new_empty(4 if stats else 0, len(flat), dtype=_wide(x))
+    flat = as_rows(x if shift is None else x - shift)
     N, gated = block.gate.shape[0], block.up is not None
+    numbers, active = _empty_statistics(flat, weight, N, stats, counts)
+    wanted = aten.Statistics(numbers, weight, active if counts else None) if stats else None
     packed = _empty_packed(flat, N, gated, popular) if train else None
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
@@ -233,95 +282,107 @@ def _run(
             cap = capacity(N)
             rest = None if residual is None else residual.reshape(len(flat), -1)
             apart = popular if may_take_popular(flat.dtype, N, flat.shape[1], stats) else 0
-            y = kernel.forward(flat, block, numbers if stats else None, packed, cap, rest, apart)
+            y = kernel.forward(flat, block, wanted, packed, cap, rest, apart)
         else:
-            y = aten.forward(flat, block, numbers if stats else None, packed)
+            y = aten.forward(flat, block, wanted, packed)
             if residual is not None:
                 y += residual.reshape(y.shape)
-    return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), packed
+    return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), active, packed
 
 
 def _infer(*call):
-    return _run(False, *call)[:2]
+    return _run(False, *call)[:3]
 
 
 def _train(*call):
-    without_residual = (*call[:10], None, *call[10:])
-    y, numbers, p = _run(True, *without_residual)
-    return y, numbers, *_fields(p)
+    y, numbers, active, p = _run(True, *call[:12], None, *call[12:])
+    return y, numbers, active, *_fields(p)
 
 
 def _fields(p: aten.Packed) -> tuple[Tensor, ...]:
     return tuple(getattr(p, field.name) for field in dataclasses.fields(p))
 
 
-def _backward(
-    grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    count, index, gates, ups, popular, popular_gates, popular_ups, needs,
-):  # fmt: skip
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    block = _block(weights, gate_steps, up_steps)
+def _backward(grad, d_stats, *call):
+    *tensors, gate_steps, up_steps, stats, _ = call[:12]
+    *fields, needs, turned = call[12:]
+    block = _block(tensors, gate_steps, up_steps)
+    x, weight = tensors[0], tensors[-1]
     flat = as_rows(x)
     dy = as_rows(grad)
-    d_numbers = d_stats.reshape(4, -1) if stats else None
-    packed = aten.Packed(count, index, gates, ups, popular, popular_gates, popular_ups)
+    d_numbers = d_stats.reshape(len(d_stats), -1) if stats else None
+    packed = aten.Packed(*fields)
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
             from ..kernels.relu_ffn import backward as kernel
 
-            grads = kernel.backward(dy, d_numbers, flat, block, packed, needs)
+            grads = kernel.backward(dy, d_numbers, weight, flat, block, packed, needs, turned)
         else:
-            grads = aten.backward(dy, d_numbers, flat, block, packed, needs)
+            grads = aten.backward(dy, d_numbers, weight, flat, block, packed, needs, turned)
     dx, *others = returned(grads, x)
     return dx.view(x.shape) if needs[0] else dx, *others
 
 
 class _ReluFfn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_steps, up_steps, stats, popular, *tensors):
-        y, numbers, *packed = torch.ops.sparse_inductor.relu_ffn_train(
-            *tensors, gate_steps, up_steps, stats, popular
+    def forward(ctx, settings, popular, shift, x, *tensors):
+        ctx.needs_x = ctx.needs_input_grad[3]
+        tensors = (x if shift is None else x - shift, *tensors)
+        y, numbers, counts, *packed = torch.ops.sparse_inductor.relu_ffn_train(
+            *tensors, *settings, popular
         )
         ctx.save_for_backward(*tensors, *packed)
-        ctx.call = gate_steps, up_steps, stats
+        ctx.settings = settings
+        ctx.mark_non_differentiable(counts)
         ctx.set_materialize_grads(False)  # autograd's zeros are no DTensors
         ctx.shapes = y.shape, numbers.shape
-        return y, numbers
+        return y, numbers, counts
 
     @staticmethod
     @first_order("relu_ffn")
-    def backward(ctx, grad, d_stats):
+    def backward(ctx, grad, d_stats, _):
         saved = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[4:])
+        tensors, packed = saved[:8], saved[8:]
+        x, gate, gate_bias, up, _, down, *_ = tensors
+        for_shift, *wanted = ctx.needs_input_grad[2:]
+        needs = list(wanted)
+        if for_shift and not needs[0]:
+            # The sum over all tokens of what a neuron gives the gradient of x: that of its bias times its weights.
+            by_bias = gate_bias is not None and up is None
+            needs[2 if by_bias else 0] = True
         if grad is None:
-            grad = saved[0].new_zeros(ctx.shapes[0])
+            grad = x.new_zeros(ctx.shapes[0])
         if d_stats is None:
-            d_stats = saved[0].new_zeros(ctx.shapes[1], dtype=_wide(saved[0]))
+            d_stats = x.new_zeros(ctx.shapes[1], dtype=_wide(x))
+        turned = [t is not None and is_turned(t) for t in (gate, up, down)]
         grads = torch.ops.sparse_inductor.relu_ffn_backward(
-            grad, d_stats, *saved[:7], *ctx.call, *saved[7:], needs
+            grad, d_stats, *tensors, *ctx.settings, *packed, needs, turned
         )
-        return None, None, None, None, *(g if n else None for g, n in zip(grads, needs))
+        d_shift = None
+        if for_shift:
+            d_shift = -as_rows(grads[0]).sum(0) if needs[0] else -torch.mv(gate.t(), grads[2])
+        return None, None, d_shift, *(g if n else None for g, n in zip(grads, wanted))
 
 
-def _autograd(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    residual=None, popular=0,
-):  # fmt: skip
-    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
-    outside_transforms("relu_ffn", *tensors, residual)
+def _autograd(*call):
+    *tensors, gate_steps, up_steps, stats, counts = call[:12]
+    residual, popular, shift = _given(call[12:])
+    outside_transforms("relu_ffn", *tensors, residual, shift)
     needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*tensors, residual)
+        t is not None and t.requires_grad for t in (*tensors, residual, shift)
     )
+    settings = (gate_steps, up_steps, stats, counts)
     if residual is not None and needs_grad:
         _check(*tensors, residual=residual)
-        y, numbers = _autograd(*tensors, gate_steps, up_steps, stats, popular=popular)
-        return residual + y, numbers
+        y, *others = _autograd(*tensors, *settings, None, popular, shift)
+        return residual + y, *others
+    x = tensors[0]
     if _dense_in_graphs(x, tensors, gate_steps, up_steps, stats):
-        y, numbers = _dense(x, tensors[1:], gate_steps, up_steps, stats)
-        return (y if residual is None else residual + y), numbers
+        y, *others = _dense(x if shift is None else x - shift, tensors[1:], *settings)
+        return (y if residual is None else residual + y), *others
     if needs_grad:
-        return _ReluFfn.apply(gate_steps, up_steps, stats, popular, *tensors)
-    args = (*tensors, gate_steps, up_steps, stats, residual, popular)
+        return _ReluFfn.apply(settings, popular, shift, *tensors)
+    args = (*tensors, *settings, residual, popular, shift)
     return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
 
 
@@ -332,7 +393,7 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps, stats) -> bool:
         return False
     present = [t for t in tensors if t is not None]
     sizes = [n for t in present for n in (*t.shape, *t.stride())]
-    block = _block(tensors[1:], gate_steps, up_steps)
+    block = _block(tensors, gate_steps, up_steps)
     if not all(type(n) is int for n in sizes) or not _has_kernels(x, block):
         return False
     if not all(compat.plain_when_traced(type(t)) for t in present):
@@ -355,78 +416,85 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
     return kernel.is_few(tokens, neurons)
 
 
-def _dense(x, weights, gate_steps, up_steps, stats):
-    """(y, statistics), of ATen's operators."""
-    block = _block(weights, gate_steps, up_steps)
+def _dense(x, weights, gate_steps, up_steps, stats, counts):
+    """(y, statistics, counts), of ATen's operators."""
+    block, weight = _block((x, *weights), gate_steps, up_steps), weights[-1]
     with autocast_off(x.device.type):
         h = a = run(block.f, block.wide(F.linear(x, block.gate, block.gate_bias)))
         if block.up is not None:
             h = a * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
         y = F.linear(h.to(x.dtype), block.down, block.down_bias)
-        if not stats:
-            return y, x.new_empty(0, *x.shape[:-1], dtype=_wide(x))
-        numbers = [n for t in (a, h) for n in (t.abs().sum(-1), (t != 0).sum(-1))]
-        return y, torch.stack([n.to(_wide(x)) for n in numbers])
+        numbers, active = _empty_statistics(x, weight, block.gate.shape[0], stats, counts)
+        if stats:
+            found = [n for t in (a, h) for n in (t.abs().sum(-1), (t != 0).sum(-1))]
+            found += [] if weight is None else [(h * block.wide(weight)).sum(-1)]
+            numbers = torch.stack([n.to(_wide(x)) for n in found])
+        if counts:
+            active = (as_rows(h) != 0).sum(0).to(torch.int32)
+        return y, numbers, active
 
 
 def _fake(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    residual=None, popular=0,
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, gate_steps, up_steps, stats, counts,
+    residual=None, popular=0, shift=None,
 ):  # fmt: skip
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    _check(x, *weights, residual=residual, popular=popular)
+    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight)
+    _check(*tensors, residual=residual, popular=popular, shift=shift)
     _programs(gate_steps, up_steps)
-    lead = x.shape[:-1]
-    numbers = x.new_empty(4 if stats else 0, *lead, dtype=_wide(x))
-    return x.new_empty(*lead, down.shape[0]), numbers
+    numbers = _empty_statistics(x, stat_weight, gate.shape[0], stats, counts)
+    return x.new_empty(*x.shape[:-1], down.shape[0]), *numbers
 
 
 def _fake_train(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, popular=0
-):
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    y, numbers = _fake(x, *weights, gate_steps, up_steps, stats, popular=popular)
-    return y, numbers, *_fields(_empty_packed(x, gate.shape[0], up is not None, popular))
-
-
-def _fake_backward(
-    grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    count, index, gates, ups, popular, popular_gates, popular_ups, needs,
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, gate_steps, up_steps, stats, counts, popular=0
 ):  # fmt: skip
-    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
-    return fake_gradients(tensors, needs, x)
+    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight)
+    found = _fake(*tensors, gate_steps, up_steps, stats, counts, popular=popular)
+    return *found, *_fields(_empty_packed(x, gate.shape[0], up is not None, popular))
+
+
+def _fake_backward(grad, d_stats, *call):
+    tensors, (needs, turned) = call[:8], call[-2:]
+    found = list(fake_gradients(tensors, needs, tensors[0]))
+    for i, by_columns in zip((1, 3, 5), turned):
+        if by_columns and needs[i]:
+            found[i] = found[i].t().contiguous().t()
+    return tuple(found)
 
 
 # Spread over the tokens, or over the neurons: gate and up by column, down by row, results that are summands.
 
 
-def _shared(x, gate, gate_bias, up, up_bias, down, down_bias, *_) -> Rule:
+def _shared(*args) -> Rule:
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight = args[:8]
     tokens: Dims = ("T",) + ("",) * (x.dim() - 2) if x.dim() > 1 else ()
     packed: Dims = ("TN", "")
+    counts: Dims = ("N",) if args[11] else ("",)
     return Rule(
         (
             (*tokens, ""), dims(gate, "N."), dims(gate_bias, "N"), dims(up, "N."), dims(up_bias, "N"),
-            dims(down, ".N"), dims(down_bias, "."),
+            dims(down, ".N"), dims(down_bias, "."), dims(stat_weight, "N"),
         ),
-        ((*tokens, ""), ("", *tokens), ("TN",), *(packed,) * 3, ("TN",), packed, packed),
+        ((*tokens, ""), ("", *tokens), counts, ("TN",), *(packed,) * 3, ("TN",), packed, packed),
         ("T", "N") if down_bias is None else ("T",),  # a bias would be added by everybody
         sums=True,
     )  # fmt: skip
 
 
-def _shared_with_residual(*args) -> Rule:
+def _shared_inference(*args) -> Rule:
     rule = _shared(*args)
-    if len(args) < 11 or args[10] is None:
-        return rule
-    return dataclasses.replace(rule, inputs=(*rule.inputs, rule.outputs[0]), ways=("T",))
+    residual, _, shift = _given(args[12:])
+    if residual is not None:
+        rule = dataclasses.replace(rule, inputs=(*rule.inputs, rule.outputs[0]), ways=("T",))
+    return dataclasses.replace(rule, inputs=(*rule.inputs, dims(shift, ".")))
 
 
 def _shared_backward(grad, d_stats, *args) -> Rule:
     rule = _shared(*args)
-    return rule.backward(rule.outputs[:2], rule.outputs[2:], rule.inputs)
+    return rule.backward(rule.outputs[:2], rule.outputs[3:], rule.inputs)
 
 
 large_scratch.update((_infer, _train, _backward))
-register(_lib, "relu_ffn", _infer, _fake, _shared_with_residual, _autograd)
+register(_lib, "relu_ffn", _infer, _fake, _shared_inference, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)

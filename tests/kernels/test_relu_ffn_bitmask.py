@@ -31,9 +31,7 @@ def check(gate, bitmask, cap):
     value = gate.new_full((M, cap), 77.0)
     state, _ = packer.new_state(gate.device)
     state.zero_()
-    _, pieces = packer.pack(
-        gate, bitmask, (count, index, value), overflow, state, None, (), 0.0, True
-    )
+    _, pieces = packer.pack(gate, bitmask, (count, index, value), overflow, state, 0.0)
     active = ~(gate <= 0)
     wanted = active.sum(1)
     fits = wanted <= cap
@@ -101,9 +99,7 @@ def test_bitmask_of_a_product(dtype, M):
     count = torch.empty(M, dtype=torch.int32, device="cuda")
     index = torch.empty(M, 128, dtype=torch.int16, device="cuda")
     value = gate.new_empty(M, 128)
-    packer.pack(
-        gate, bitmask, (count, index, value), count.new_empty(M), state, None, (), 50.0, True
-    )
+    packer.pack(gate, bitmask, (count, index, value), count.new_empty(M), state, 50.0)
     active = gate > 50.0
     assert torch.equal(count.long(), active.sum(1))
     there = torch.arange(128, device="cuda") < count[:, None]

@@ -29,6 +29,8 @@ PIECES_SLICED = 8
 STRIPE = 32
 PROGRAMS = 4
 PROGRAMS_MANY = 2
+# Columns of a row that are held at a time where all of them would leave too much of the registers empty.
+NARROW = 256
 
 
 def _one_slice(table: torch.Tensor) -> tuple[int, int, int]:
@@ -75,12 +77,12 @@ def _dot_block(
         else:
             w = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
         return tl.sum(fp32(w, PAIRS) * token[None, :], 1)
-    total = tl.zeros([id.shape[0]], tl.float32)
+    total = tl.zeros([id.shape[0], WIDTH], tl.float32)
     for k0 in range(0, K, WIDTH):
         at = rows + (k0 + k)[None, :]
         w = tl.load(at) if EVEN else tl.load(at, mask=(k0 + k < K)[None, :], other=0.0)
-        total += tl.sum(fp32(w, PAIRS) * _token(x, k0 + k, K, EVEN)[None, :], 1)
-    return total
+        total += fp32(w, PAIRS) * _token(x, k0 + k, K, EVEN)[None, :]
+    return tl.sum(total, 1)
 
 
 @triton.jit
@@ -204,20 +206,6 @@ def _add_slices_kernel(
         tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
 
 
-@relaunched
-@triton.jit
-def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of |h| and the number of non-zeros of one packed row."""
-    m = tl.program_id(0).to(tl.int64)
-    c = tl.load(count + m)
-    if c > CAP:
-        return
-    i = tl.arange(0, BLOCK)
-    h = tl.load(hidden + m * CAP + i, mask=i < c, other=0.0).to(tl.float32)
-    tl.store(stats + 2 * stride_s + m, tl.sum(tl.abs(h), 0))
-    tl.store(stats + 3 * stride_s + m, tl.sum((h != 0.0).to(tl.float32), 0))
-
-
 def dots(
     x: torch.Tensor,
     table: torch.Tensor,
@@ -267,15 +255,6 @@ def dots(
         )  # fmt: skip
 
 
-def hidden_stats(count: torch.Tensor, hidden: torch.Tensor, stats: torch.Tensor) -> None:
-    """Fill the last two of stats [4, M] for the packed rows of h [M, CAP]."""
-    M, cap = hidden.shape
-    block = triton.next_power_of_2(cap)
-    _sum_stats_kernel[(M,)](
-        count, hidden, stats, stats.stride(0), CAP=cap, BLOCK=block, num_warps=1
-    )
-
-
 @triton.jit
 def slopes(
     g, u, dh, da_extra, dh_extra, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
@@ -311,7 +290,7 @@ def _put_slopes(
 @relaunched
 @triton.jit
 def _gradients_kernel(
-    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
+    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats, weight,
     M, D, stride_y, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -331,6 +310,9 @@ def _gradients_kernel(
             if STATS:
                 da_extra = tl.load(d_stats + m)
                 dh_extra = tl.load(d_stats + 2 * stride_s + m)
+            d_weighted = tl.full([], 0.0, tl.float32)
+            if weight is not None:
+                d_weighted = tl.load(d_stats + 4 * stride_s + m)
             after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int32)
             own = _own_entries(c, p, tl.num_programs(1), PIECE)
             stripe = tl.num_programs(1) * PIECE
@@ -346,6 +328,8 @@ def _gradients_kernel(
                 dh = _dot_block(
                     dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE, PAIRS
                 )
+                if weight is not None:
+                    dh += d_weighted * tl.load(weight + id).to(tl.float32)
                 _put_slopes(
                     g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid, F_STEPS, G_STEPS, GATED
                 )  # fmt: skip
@@ -357,21 +341,27 @@ def gradients(
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ups: torch.Tensor | None,
     d_stats: torch.Tensor | None,
+    weight: torch.Tensor | None,
     out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     f: Program,
     g: Program,
 ) -> None:
-    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D]."""
+    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D].
+    d_stats, weight: the gradient of `statistics` [4 or 5, M], fp32, and the weight of the fifth."""
     count, index, gates = packed
     M, D = dy.shape
     cap = index.shape[1]
     _, wide, warps = _one_slice(table)
-    piece = 8 if not dy.is_cuda else STRIPE
-    programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
+    piece, flight = 8 if not dy.is_cuda else STRIPE, FLIGHT
+    programs, options = PROGRAMS if M <= 16384 else PROGRAMS_MANY, gather.limited(dy)
+    if wide * 3 > D * 4:
+        # More than a quarter of a row held at once would be padding (145 us for 186 at D = 2 304).
+        wide, warps, piece, flight, programs, options = min(wide, NARROW), 1, 8, 8, 8, {}
+    programs = min(triton.cdiv(cap, piece), programs)
     _gradients_kernel[(M, programs)](
-        dy, table, count, index, gates, ups, *out, d_stats,
+        dy, table, count, index, gates, ups, *out, d_stats, weight,
         M, D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
-        ONE=wide >= D, STAGES=STAGES, PAIRS=in_pairs(table), **gather.limited(dy), num_warps=warps,
+        CAP=cap, PIECE=piece, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,
+        ONE=wide >= D, STAGES=STAGES, PAIRS=in_pairs(table), **options, num_warps=warps,
     )  # fmt: skip

@@ -89,10 +89,10 @@ def forward(x: torch.Tensor, b: Block) -> torch.Tensor:
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool]
+    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool], turned: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias; None where not needed. The projections are made
-    again."""
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias, which has no statistic's weight; None where not
+    needed. turned: which of the weights' lie by columns in memory. The projections are made again."""
     g, u = _projections(x, b)
     h = torch.mm(dy, b.down)
     _launch(_slopes_kernel, (g, u, h), b)
@@ -102,11 +102,14 @@ def backward(
         if u is not None and b.up is not None:
             dx.addmm_(u, b.up)
     found: list[torch.Tensor | None] = [dx]
-    for d, right, (weight, bias), (n_weight, n_bias) in (
-        (g, x, (b.gate, b.gate_bias), needs[1:3]),
-        (u, x, (b.up, b.up_bias), needs[3:5]),
-        (dy, h, (b.down, b.down_bias), needs[5:7]),
+    for d, right, (weight, bias), (n_weight, n_bias), by_columns in (
+        (g, x, (b.gate, b.gate_bias), needs[1:3], turned[0]),
+        (u, x, (b.up, b.up_bias), needs[3:5], turned[1]),
+        (dy, h, (b.down, b.down_bias), needs[5:7], turned[2]),
     ):
-        found.append(d.t() @ right if n_weight and weight is not None and d is not None else None)
+        d_weight = None
+        if n_weight and weight is not None and d is not None:
+            d_weight = (right.t() @ d).t() if by_columns else d.t() @ right
+        found.append(d_weight)
         found.append(d.sum(0) if n_bias and bias is not None and d is not None else None)
-    return found
+    return [*found, None]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import Program
 
-from . import decode, few, hopper, listed, popular, rows
+from . import decode, few, hopper, listed, popular, rows, statistics
 from . import dots as dot_rows
 from . import packing as packer
 
@@ -77,6 +77,17 @@ class Packed(Protocol):
     def popular_up(self) -> torch.Tensor: ...
 
 
+class Statistics(Protocol):
+    """What `statistics` fills: stats [4, M], or [5, M] with a weight [N]; counts [N] zeros, or None."""
+
+    @property
+    def stats(self) -> torch.Tensor: ...
+    @property
+    def weight(self) -> torch.Tensor | None: ...
+    @property
+    def counts(self) -> torch.Tensor | None: ...
+
+
 def is_few(M: int, N: int) -> bool:
     """Whether nothing is packed of M rows of N gates, where no statistics are taken."""
     return M <= FEW or M * N <= FEW_GATES
@@ -98,13 +109,13 @@ def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
 def forward(
     x: torch.Tensor,
     b: Block,
-    stats: torch.Tensor | None,
+    stats: Statistics | None,
     packed: Packed | None,
     cap: int,
     residual: torch.Tensor | None = None,
     neurons: int = 0,
 ) -> torch.Tensor:
-    """y [M, D] of tokens x [M, K], `residual` [M, D] added; fills `stats` [4, M] and `packed` where given.
+    """y [M, D] of tokens x [M, K], `residual` [M, D] added; fills `stats` and `packed` where given.
 
     cap: entries of a packed row. neurons: how many are taken as popular ones, where any are.
     """
@@ -125,7 +136,7 @@ def forward(
         # Among so many, one or two with more active neurons than usual are expected, and a tile just for them would
         # take longer than to gather for them.
         cap *= 2
-    with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
+    with_bitmask = hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
     # Nothing lies between the dot products and the weighted rows, which take rows as they come.
     follows = up is not None and stats is None and dot_rows.follows(x, up)
     table = common = keep = None
@@ -137,7 +148,7 @@ def forward(
     parts = chunks(M, N, CHUNK)
     for part in parts:
         m = part.stop - part.start
-        numbers = None if stats is None else stats[:, part]
+        wanted = None if stats is None else (stats.stats[:, part], stats.weight, stats.counts)
         state, more = packer.new_state(x.device, totals + m if follows else totals)
         ready = more[totals:] if follows else None
         bitmask = None
@@ -157,7 +168,7 @@ def forward(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
             # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
-            picks = bitmask is None or up is None
+            picks = bitmask is None or up is None or wanted is not None
             value, ups = x.new_empty(m, cap) if picks else None, None
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
@@ -172,9 +183,8 @@ def forward(
             )
         overflow = count.new_empty(m)
         packing = packer.pack(
-            gate, bitmask, (count, index, value), overflow, state, numbers, b.f, b.zero_threshold,
-            up is not None, keep,
-        )  # fmt: skip
+            gate, bitmask, (count, index, value), overflow, state, b.zero_threshold, keep
+        )
         rest = listed.Listed(overflow, state[packer.LENGTH.value :], state[packer.ARRIVED.value :])
         h, steps = value, b.f
         if up is not None:
@@ -184,14 +194,17 @@ def forward(
                 x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,
                 whole=value is None, ready=ready,
             )  # fmt: skip
-            if numbers is not None:
-                dot_rows.hidden_stats(count, h, numbers)
+        if wanted is not None and value is not None:
+            statistics.of_packed(
+                (count, index, value), None if up is None else h, wanted, state, b.f
+            )
+            statistics.of_listed(gate, wanted, rest, hidden=False, steps=b.f)
         rows.weighted_rows(
             count, index, h, table, y[part],
-            steps=steps, bias=b.down_bias, packing=packing, onto=onto, ready=ready,
+            steps=steps, bias=b.down_bias, state=state, onto=onto, ready=ready,
         )  # fmt: skip
         listed.hidden(x[part], up, b.up_bias, gate, rest, b.f, b.g, b.zero_threshold)
         listed.product(gate, b.down, y[part], rest, bias=b.down_bias)
-        if numbers is not None and up is not None:
-            listed.row_stats(gate, numbers, rest)
+        if wanted is not None:
+            statistics.of_listed(gate, wanted, rest, hidden=True)
     return y

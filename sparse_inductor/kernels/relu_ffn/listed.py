@@ -56,12 +56,17 @@ def _tile_of(t: torch.Tensor, kernel: str = "relu_ffn") -> dict[str, Any]:
     return {**found, "PRECISION": "tf32" if fast else "ieee"}
 
 
-def _programs_of(t: torch.Tensor) -> int:
+def programs_of(t: torch.Tensor) -> int:
+    """As many as fill the GPU."""
     return sm_count(t.device) if t.is_cuda else 3
 
 
+def _strides(weight: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if weight is None else (weight.stride(0), weight.stride(1))
+
+
 @triton.jit
-def _tile_rows(rows, n_rows, M, i):
+def tile_rows(rows, n_rows, M, i):
     """The rows at places i of a list; past its end, row 0."""
     listed = tl.load(rows + i, mask=i < tl.where(n_rows < M, n_rows, 0), other=0)
     return tl.where(n_rows < M, listed, tl.where(i < M, i, 0)).to(tl.int64)
@@ -75,7 +80,7 @@ def _tile_of_list(
     pm, pn = tile_at(t, tiles_m, tiles_n)
     i = pm * BM + tl.arange(0, BM)
     n = pn * BN + tl.arange(0, BN)
-    return _tile_rows(rows, n_rows, M, i), i < n_rows, n, n < N
+    return tile_rows(rows, n_rows, M, i), i < n_rows, n, n < N
 
 
 @triton.jit
@@ -101,13 +106,26 @@ def _add_dot(
 
 @triton.jit
 def _projection(
-    x, row, in_m, stride_x, weight, bias, n, in_n, stride_n, K: tl.constexpr,
+    x, row, in_m, stride_x, weight, bias, n, in_n, stride_n, stride_k, K: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x[row] weight[n]^T + bias[n], rounded as a projection is, in fp32. weight: [N, K] with unit stride along K."""
+    """x[row] weight[n]^T + bias[n], rounded as a projection is, in fp32. weight: [N, K]."""
     acc = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     acc = _add_dot(
-        acc, x, row, in_m, stride_x, weight, n, in_n, stride_n, 1, K, K % BK == 0, BK, PRECISION
+        acc,
+        x,
+        row,
+        in_m,
+        stride_x,
+        weight,
+        n,
+        in_n,
+        stride_n,
+        stride_k,
+        K,
+        K % BK == 0,
+        BK,
+        PRECISION,
     )
     if bias is not None:
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -117,7 +135,7 @@ def _projection(
 @relaunched
 @triton.jit
 def _hidden_kernel(
-    x, up, bias, gate, rows, length, M, N, stride_x, stride_u, THRESHOLD, K: tl.constexpr,
+    x, up, bias, gate, rows, length, M, N, stride_x, stride_un, stride_uk, THRESHOLD, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +146,9 @@ def _hidden_kernel(
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row, in_m, n, in_n = _tile_of_list(t, tiles_m, tiles_n, rows, n_rows, M, N, BM, BN)
         if up is not None:
-            u = _projection(x, row, in_m, stride_x, up, bias, n, in_n, stride_u, K, BK, PRECISION)
+            u = _projection(
+                x, row, in_m, stride_x, up, bias, n, in_n, stride_un, stride_uk, K, BK, PRECISION
+            )
         # After the product: pointers to a whole tile take more registers than its accumulator.
         at = gate + row[:, None] * N + n[None, :]
         mask = in_m[:, None] & in_n[None, :]
@@ -150,44 +170,18 @@ def hidden(
     threshold: float,
 ) -> None:
     """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
-    _hidden_kernel[(_programs_of(x),)](
+    _hidden_kernel[(programs_of(x),)](
         x, up, bias, gate, listed.rows, listed.length,
-        *gate.shape, x.stride(0), 0 if up is None else up.stride(0), threshold, x.shape[1],
+        *gate.shape, x.stride(0), *_strides(up), threshold, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x), **_tile_of(x, "relu_ffn/projections"),
     )  # fmt: skip
 
 
 @relaunched
 @triton.jit
-def _row_stats_kernel(hidden, stats, rows, length, M, N, stride_s, BLOCK: tl.constexpr):
-    """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]."""
-    n_rows = tl.load(length)
-    for i in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        row = tl.max(_tile_rows(rows, n_rows, M, tl.full([1], i, tl.int32)), 0)
-        size = tl.zeros([BLOCK], tl.float32)
-        nonzero = tl.zeros([BLOCK], tl.float32)
-        for n0 in range(0, N, BLOCK):
-            n = n0 + tl.arange(0, BLOCK)
-            h = tl.load(hidden + row * N + n, mask=n < N, other=0.0).to(tl.float32)
-            size += tl.abs(h)
-            nonzero += (h != 0.0).to(tl.float32)
-        tl.store(stats + 2 * stride_s + row, tl.sum(size, 0))
-        tl.store(stats + 3 * stride_s + row, tl.sum(nonzero, 0))
-
-
-def row_stats(hidden: torch.Tensor, stats: torch.Tensor, listed: Listed) -> None:
-    """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous."""
-    _row_stats_kernel[(8 * _programs_of(hidden),)](
-        hidden, stats, listed.rows, listed.length, *hidden.shape, stats.stride(0),
-        BLOCK=1024 if hidden.is_cuda else 32,
-    )  # fmt: skip
-
-
-@relaunched
-@triton.jit
 def _gradients_kernel(
-    x, dy, gate, gate_bias, up, up_bias, down, d_stats, d_gate, d_up, hidden, rows, length,
-    M, N, stride_x, stride_y, stride_g, stride_u, stride_dn, stride_dd, stride_s, THRESHOLD,
+    x, dy, gate, gate_bias, up, up_bias, down, d_stats, weight, d_gate, d_up, hidden, rows, length,
+    M, N, stride_x, stride_y, stride_gn, stride_gk, stride_un, stride_uk, stride_dn, stride_dd, stride_s, THRESHOLD,
     K: tl.constexpr, D: tl.constexpr, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -200,12 +194,12 @@ def _gradients_kernel(
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row, in_m, n, in_n = _tile_of_list(t, tiles_m, tiles_n, rows, n_rows, M, N, BM, BN)
         g = _projection(
-            x, row, in_m, stride_x, gate, gate_bias, n, in_n, stride_g, K, BK, PRECISION
+            x, row, in_m, stride_x, gate, gate_bias, n, in_n, stride_gn, stride_gk, K, BK, PRECISION
         )
         u = g
         if up is not None:
             u = _projection(
-                x, row, in_m, stride_x, up, up_bias, n, in_n, stride_u, K, BK, PRECISION
+                x, row, in_m, stride_x, up, up_bias, n, in_n, stride_un, stride_uk, K, BK, PRECISION
             )
         dh = _add_dot(
             tl.zeros([BM, BN], tl.float32), dy, row, in_m, stride_y, down, n, in_n, stride_dn, stride_dd, D,
@@ -216,6 +210,9 @@ def _gradients_kernel(
         if d_stats is not None:
             da_extra = tl.load(d_stats + row)[:, None]
             dh_extra = tl.load(d_stats + 2 * stride_s + row)[:, None]
+        if weight is not None:
+            w = tl.load(weight + n, mask=in_n, other=0.0).to(tl.float32)
+            dh += tl.load(d_stats + 4 * stride_s + row)[:, None] * w[None, :]
         dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, up is not None)
         off = g <= THRESHOLD
         at = row[:, None] * N + n[None, :]
@@ -233,6 +230,7 @@ def gradients(
     up: tuple[torch.Tensor, torch.Tensor | None] | None,
     down: torch.Tensor,
     d_stats: torch.Tensor | None,
+    weight: torch.Tensor | None,
     listed: Listed,
     f: Program,
     g: Program,
@@ -240,16 +238,15 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(d gate, d up, h), [M, N] each, of the listed rows; what the other rows hold is left open.
 
-    gate, up: weight [N, K] with unit stride along K, and bias. down: [D, N], any strides.
+    gate, up: weight [N, K], any strides, and bias. down: [D, N], any strides.
     """
     N = len(gate[0])
     d_gate, h = x.new_empty(len(x), N), x.new_empty(len(x), N)
     d_up = None if up is None else torch.empty_like(h)
     up_weight, up_bias = up or (None, None)
-    stride_u = 0 if up_weight is None else up_weight.stride(0)
-    _gradients_kernel[(_programs_of(x),)](
-        x, dy, *gate, up_weight, up_bias, down, d_stats, d_gate, d_up, h, listed.rows, listed.length,
-        len(x), N, x.stride(0), dy.stride(0), gate[0].stride(0), stride_u,
+    _gradients_kernel[(programs_of(x),)](
+        x, dy, *gate, up_weight, up_bias, down, d_stats, weight, d_gate, d_up, h, listed.rows, listed.length,
+        len(x), N, x.stride(0), dy.stride(0), *_strides(gate[0]), *_strides(up_weight),
         down.stride(1), down.stride(0), 0 if d_stats is None else d_stats.stride(0), threshold,
         x.shape[1], dy.shape[1], F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x),
         **_tile_of(x, "relu_ffn/projections"),
@@ -331,7 +328,7 @@ def product(
 
     a: [M, K] with unit stride along K, as second[0], which lies as a does. b: [N, K], any strides. out: [M, N].
     """
-    tile, programs = _tile_of(a), _programs_of(a)
+    tile, programs = _tile_of(a), programs_of(a)
     c, d = second or (None, b)
     parts = a.new_empty(programs * tile["BM"] * tile["BN"], dtype=torch.float32)
     _product_kernel[(programs,)](
@@ -343,7 +340,7 @@ def product(
 
 @triton.jit
 def _add_sums(
-    a, x, out, bias_out, rows, n_rows, M, N, K, stride_a, stride_x, stride_on, stride_ok,
+    a, x, out, bias_out, scale, rows, n_rows, M, N, K, stride_a, stride_x, stride_on, stride_ok,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program's tiles of one sum of `_sums_kernel`."""
@@ -356,13 +353,16 @@ def _add_sums(
         total = tl.zeros([BM], tl.float32)
         for i0 in range(0, n_rows, BK):
             i = i0 + tl.arange(0, BK)
-            row = _tile_rows(rows, n_rows, M, i)[:, None]
+            row = tile_rows(rows, n_rows, M, i)[:, None]
             there = (i < n_rows)[:, None]
             w = tl.load(a + row * stride_a + n[None, :], mask=there & (n < N)[None, :], other=0.0)
             v = tl.load(x + row * stride_x + k[None, :], mask=there & (k < K)[None, :], other=0.0)
             acc = tl.dot(w.T, v, acc, input_precision=PRECISION)
             if bias_out is not None:
-                total += tl.sum(w.to(tl.float32), 0)
+                w = w.to(tl.float32)
+                if scale is not None:
+                    w *= tl.load(scale + row, mask=there, other=0.0)
+                total += tl.sum(w, 0)
         at = out + n[:, None].to(tl.int64) * stride_on + k[None, :].to(tl.int64) * stride_ok
         mask = (n < N)[:, None] & (k < K)[None, :]
         acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -375,42 +375,43 @@ def _add_sums(
 @relaunched
 @triton.jit
 def _sums_kernel(
-    a0, x0, out0, bias0, K0, stride_x0, stride_on0, stride_ok0,
-    a1, x1, out1, bias1, K1, stride_x1, stride_on1, stride_ok1,
-    a2, x2, out2, bias2, K2, stride_x2, stride_on2, stride_ok2,
+    a0, x0, out0, bias0, scale0, K0, stride_x0, stride_on0, stride_ok0,
+    a1, x1, out1, bias1, scale1, K1, stride_x1, stride_on1, stride_ok1,
+    a2, x2, out2, bias2, scale2, K2, stride_x2, stride_on2, stride_ok2,
     rows, length, M, N, stride_a, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each of up to three sums: out[n, k] += the sum over the listed rows of a[row, n] * x[row, k], and unless it is
-    None bias_out[n] += that of a[row, n]."""
+    None bias_out[n] += that of a[row, n], or of a[row, n] * scale[row]."""
     wait_for_previous(PDL)
     n_rows = tl.load(length)
     if n_rows == 0:
         return
     _add_sums(
-        a0, x0, out0, bias0, rows, n_rows, M, N, K0, stride_a, stride_x0, stride_on0, stride_ok0,
+        a0, x0, out0, bias0, scale0, rows, n_rows, M, N, K0, stride_a, stride_x0, stride_on0, stride_ok0,
         BM, BN, BK, PRECISION,
     )  # fmt: skip
     if a1 is not None:
         _add_sums(
-            a1, x1, out1, bias1, rows, n_rows, M, N, K1, stride_a, stride_x1, stride_on1, stride_ok1,
+            a1, x1, out1, bias1, scale1, rows, n_rows, M, N, K1, stride_a, stride_x1, stride_on1, stride_ok1,
             BM, BN, BK, PRECISION,
         )  # fmt: skip
     if a2 is not None:
         _add_sums(
-            a2, x2, out2, bias2, rows, n_rows, M, N, K2, stride_a, stride_x2, stride_on2, stride_ok2,
+            a2, x2, out2, bias2, scale2, rows, n_rows, M, N, K2, stride_a, stride_x2, stride_on2, stride_ok2,
             BM, BN, BK, PRECISION,
         )  # fmt: skip
 
 
 class Sum(NamedTuple):
     """out [N, K], of any strides, += a^T x over the listed rows of a [M, N] and x [M, K]; bias [N], unless that is
-    None, += the sum of a over them."""
+    None, += the sum of a over them, each row times its `scale` [M], unless that is None."""
 
     a: torch.Tensor
     x: torch.Tensor
     out: torch.Tensor
     bias: torch.Tensor | None
+    scale: torch.Tensor | None = None
 
 
 def add_sums(sums: Sequence[Sum], listed: Listed) -> None:
@@ -418,9 +419,9 @@ def add_sums(sums: Sequence[Sum], listed: Listed) -> None:
     operands: list[Any] = []
     for s in sums:
         operands += [*s, s.x.shape[1], s.x.stride(0), *s.out.stride()]
-    operands += [None, None, None, None, 1, 1, 1, 1] * (3 - len(sums))
+    operands += [None, None, None, None, None, 1, 1, 1, 1] * (3 - len(sums))
     a = sums[0].a
-    _sums_kernel[(_programs_of(a),)](
+    _sums_kernel[(programs_of(a),)](
         *operands,
         listed.rows,
         listed.length,

@@ -11,9 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_inductor.epilogue.steps import Program
-
-from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 from ..common.pdl import pdl_options, wait_for_previous
 
@@ -118,14 +115,13 @@ def _decide(state, rows, entries, M, ROW):
 @relaunched
 @triton.jit(do_not_specialize=["M", "ROW"])
 def _pack_kernel(
-    bitmask, keep, gate, count, index, value, stats, state, overflow, pieces,
-    M, N, words, stride_s, THRESHOLD, ROW,
-    STEPS: tl.constexpr, GATED: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, THRESHOLD, ROW,
+    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     WORDS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], unless keep [words] is None
     of the bits in that, or if there is no bitmask of what is not <= THRESHOLD. value: unless it is None, the gates of
-    the entries. stats: unless it is None, see `pack`."""
+    the entries."""
     wait_for_previous(PDL)
     threshold = tl.full([], THRESHOLD, tl.float32)
     first = tl.program_id(0) * EACH
@@ -133,8 +129,6 @@ def _pack_kernel(
     for m in range(first, tl.minimum(first + EACH, M)):
         row = tl.full([], 0, tl.int64) + m
         c = tl.zeros([], tl.int32)
-        size = tl.zeros([WORDS], tl.float32)
-        nonzero = tl.zeros([WORDS], tl.float32)
         for w0 in range(0, words, WORDS):
             w = w0 + tl.arange(0, WORDS)
             if bitmask is not None:
@@ -144,13 +138,8 @@ def _pack_kernel(
             else:
                 of_bits = w[:, None] * 32 + tl.arange(0, 32)[None, :]
                 g = tl.load(gate + row * N + of_bits, mask=of_bits < N, other=float("-inf"))
-                g = g.to(tl.float32)
-                some = ~(g <= threshold)  # NaN is one
+                some = ~(g.to(tl.float32) <= threshold)  # NaN is one
                 bits = tl.sum(some.to(tl.int32) << tl.arange(0, 32)[None, :], 1)
-                if stats is not None:
-                    a = tl.where(some, evaluate(g, STEPS), 0.0)
-                    size += tl.sum(tl.abs(a), 1)
-                    nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
             of_word = popcount(bits)
             here = tl.sum(of_word, 0)
             if c + here <= CAP:
@@ -171,13 +160,6 @@ def _pack_kernel(
                     bits = bits & (bits - 1)
                     at += 1
             c += here
-        if stats is not None:
-            sum_size, sum_nonzero = tl.sum(size, 0), tl.sum(nonzero, 0)
-            tl.store(stats + row, sum_size)
-            tl.store(stats + stride_s + row, sum_nonzero)
-            if not GATED:
-                tl.store(stats + 2 * stride_s + row, sum_size)
-                tl.store(stats + 3 * stride_s + row, sum_nonzero)
         _list_row(count, overflow, pieces, state, m, c, CAP, PIECE, PIECES)
         entries += tl.where(c <= CAP, c, 0)
     _decide(state, tl.minimum(EACH, M - first), entries, M, ROW)
@@ -196,17 +178,13 @@ def pack(
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     overflow: torch.Tensor,
     state: torch.Tensor,
-    stats: torch.Tensor | None,
-    f: Program,
     threshold: float,
-    gated: bool,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous, of which `bitmask` says what is active, unless it is
     None: (state, pieces), for the row kernels. keep: of every row's bits those that are packed, unless all are.
 
-    overflow: [M], the rows that do not fit. state: of `new_state`, zeros. stats: [4, M], for the sum of |f(gate)| and
-    the number of its non-zeros, where there is no bitmask; of what is not `gated` it is that of h, too.
+    overflow: [M], the rows that do not fit. state: of `new_state`, zeros.
     """
     M, N = gate.shape
     count, index, value = packed
@@ -219,9 +197,8 @@ def pack(
         at_once = 2
     each = 1 if M <= FEW_ROWS else EACH
     _pack_kernel[(triton.cdiv(M, each),)](
-        bitmask, keep, gate, count, index, value, stats, state, overflow, pieces,
-        M, N, words, 0 if stats is None else stats.stride(0), threshold, dense_row(N),
-        STEPS=encode(f), GATED=gated, CAP=cap, PIECE=piece, PIECES=most,
+        bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, threshold, dense_row(N),
+        CAP=cap, PIECE=piece, PIECES=most,
         WORDS=min(at_once, triton.next_power_of_2(words)), EACH=each, **pdl_options(gate), num_warps=warps,
     )  # fmt: skip
     return state, pieces

@@ -16,22 +16,16 @@ from .gather import (
     FLIGHT,
     ROW_SEEN,
     STAGES,
-    SUM_COLUMNS,
-    columns_that_stay,
     fp32,
     in_pairs,
     limited,
-    listers_of,
-    own_pieces,
-    piece_at,
 )
-from .packing import n_listed, pieces_of
+from .packing import n_listed
 
-# Slices from which on rows are summed by halves of them, and no row by pieces: a long row's program meets those of the
-# next slices (782 us for 1 080 of sums, at 2 049 tokens of K = 8 192, N = 28 672).
-MANY_SLICES = 4
-# A weighted sum of more entries is made in halves.
-LONG = 48
+# Columns of a sum to a program of one warp, whose loads are of 16 bytes a thread. All rows pass over them before the
+# next, so that they stay in L2, and a long row is spread over as many programs as it has such columns.
+WIDTH = 256
+SUM_COLUMNS = 512
 
 
 @relaunched
@@ -62,18 +56,15 @@ def _transpose_kernel(
         tl.extra.cuda.gdc_wait()
 
 
-def by_neuron(
-    weight: torch.Tensor, beside: bool = False, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it); with
-    `out` a copy there.
+def by_neuron(weight: torch.Tensor, beside: bool = False) -> torch.Tensor:
+    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it).
 
     beside: while the kernel in front of it ends, which lets the next one start and does not write the weight.
     """
-    if weight.stride(0) == 1 and out is None:
+    if weight.stride(0) == 1:
         return weight.t()
     D, N = weight.shape
-    out = weight.new_empty(N, D) if out is None else out
+    out = weight.new_empty(N, D)
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
     beside = beside and USE_PDL
@@ -96,13 +87,6 @@ def _wait_for_entries(ready, m, n, seen):
 
 
 @triton.jit
-def _row_head(m, count, index, CAP: tl.constexpr, FLIGHT: tl.constexpr):
-    """(count, first places of the index) of row m: what is asked of L2 is asked at once, places that the row does not
-    have, too."""
-    return tl.load(count + m), tl.load(index + m * CAP + tl.arange(0, FLIGHT))
-
-
-@triton.jit
 def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.constexpr):
     """v times rows `id` of the table, summed over them."""
     at = table + id[:, None] * stride + d[None, :]
@@ -110,114 +94,60 @@ def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.cons
     return tl.sum(fp32(w, PAIRS) * v[:, None], 0)
 
 
-@triton.jit
-def _weighted_row(
-    m, c, d, ahead, index, value_a, table_a, value_b, table_b, onto, bias, out,
-    D, stride_a, stride_b, stride_o,
-    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
-    FLIGHT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Columns d of row m, which has c entries; ahead: what the first FLIGHT places of its index hold."""
-    in_d = d < D
-    r = tl.arange(0, FLIGHT)
-    total = tl.zeros([d.shape[0]], tl.float32)
-    if onto is not None:
-        total = tl.load(onto + m * D + d, mask=in_d, other=0.0)
-    # Past the end, some row again: a mask costs more.
-    after = tl.where(r < c, ahead, 0).to(tl.int32)
-    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
-        valid = e + r < c
-        id = after.to(tl.int64)
-        after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int32)
-        v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-        v = tl.where(valid, evaluate(v, STEPS), 0.0)
-        total += _sum_block(table_a, id, stride_a, d, in_d, v, EVEN, PAIRS)
-        if TWO:
-            v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-            total += _sum_block(table_b, id, stride_b, d, in_d, v, EVEN, PAIRS)
-    if HAS_BIAS:
-        total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
-    tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
-
-
-@triton.jit
-def _one_row(
-    i, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, onto, bias, out,
-    D, stride_a, stride_b, stride_o,
-    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, LONG: tl.constexpr,
-    LISTS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Columns d to d + WIDTH of row i with this head, unless it overflows, or is made to, or is listed."""
-    m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
-    if c <= CAP:
-        if none:
-            tl.store(count + m, CAP + 1)
-        elif not LISTS or c <= LONG:
-            _weighted_row(
-                m, c, d + tl.arange(0, WIDTH), ahead,
-                index, value_a, table_a, value_b, table_b, onto, bias, out,
-                D, stride_a, stride_b, stride_o,
-                STEPS, TWO, HAS_BIAS, CAP, FLIGHT, EVEN, STAGES, PAIRS,
-            )  # fmt: skip
-
-
 @relaunched
-@triton.jit(do_not_specialize=["listers"])
+@triton.jit
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, onto, bias, out, state, pieces, ready,
-    M, D, stride_a, stride_b, stride_o, listers,
+    count, index, value_a, table_a, value_b, table_b, onto, bias, out, state, ready,
+    M, D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
-    LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
+    """Program (m, part) writes out[m, part] = bias + the sum over the row's entries of value * table row, unless the
+    row overflows.
 
-    ASK: where the state says that all rows
-    are dense, the row overflows. LISTS: a row of more than LONG entries is done where its first two pieces are
-    listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
-    ready: a row is waited for, not all of
-    them, whose dot products the kernel in front of this one makes.
+    ASK: where the state says that all rows are dense, the row overflows. ready: a row is waited for, not all of them,
+    whose dot products the kernel in front of this one makes.
     """
+    m = tl.program_id(0).to(tl.int64)
     seen = tl.zeros([], tl.int32)
     if ready is None:
         wait_for_previous(PDL)
     else:
         let_next_start(PDL)
-        seen = _wait_for_entries(ready, tl.maximum(tl.program_id(0) - listers, 0), 0, seen)
-    HALF: tl.constexpr = WIDTH // 2
-    first, end, step = own_pieces(state, listers, M, LISTS)
-    d = tl.program_id(1) * WIDTH
+        seen = _wait_for_entries(ready, m, 0, seen)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    in_d = d < D
+    r = tl.arange(0, FLIGHT)
+    # What is asked of L2 is asked at once: places that the row does not have, too.
+    c, ahead = tl.load(count + m), tl.load(index + m * CAP + r)
     none = False
     if ASK:
         none = n_listed(state) == M
-    if LISTS and tl.program_id(0) < listers:
-        for i in range(first, tl.where(none, first, end), step):
-            m, part = piece_at(pieces, i, listers, PIECES, LISTS)
-            c, ahead = _row_head(m, count, index, CAP, 2 * FLIGHT)
-            here = (c <= CAP) & (c > LONG) & (part < 2)
-            if here:
-                if ready is not None:
-                    _wait_for_entries(ready, m, c, 0 * seen)
-                _weighted_row(
-                    m, c, d + part * HALF + tl.arange(0, HALF), ahead,
-                    index, value_a, table_a, value_b, table_b, onto, bias, out,
-                    D, stride_a, stride_b, stride_o,
-                    STEPS, TWO, HAS_BIAS, CAP, 2 * FLIGHT, EVEN, STAGES, PAIRS,
-                )  # fmt: skip
-    else:
-        m = (tl.full([], 0, tl.int32) + first).to(tl.int64)
-        c, ahead = _row_head(m, count, index, CAP, FLIGHT)
-        if ready is not None:  # noqa: SIM102
-            if (c <= CAP) & ((not LISTS) | (c <= LONG)):
-                # Where all rows are dense, none of their entries is ever done.
-                _wait_for_entries(ready, first, tl.where(none, 0, c), seen)
-        _one_row(
-            first, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, onto, bias, out,
-            D, stride_a, stride_b, stride_o,
-            STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
-        )  # fmt: skip
+    if c <= CAP:
+        if none:
+            tl.store(count + m, CAP + 1)
+        else:
+            if ready is not None:
+                _wait_for_entries(ready, m, c, seen)
+            total = tl.zeros([WIDTH], tl.float32)
+            if onto is not None:
+                total = tl.load(onto + m * D + d, mask=in_d, other=0.0)
+            # Past the end, some row again: a mask costs more.
+            after = tl.where(r < c, ahead, 0).to(tl.int32)
+            for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+                valid = e + r < c
+                id = after.to(tl.int64)
+                after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int32)
+                v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+                v = tl.where(valid, evaluate(v, STEPS), 0.0)
+                total += _sum_block(table_a, id, stride_a, d, in_d, v, EVEN, PAIRS)
+                if TWO:
+                    v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+                    total += _sum_block(table_b, id, stride_b, d, in_d, v, EVEN, PAIRS)
+            if HAS_BIAS:
+                total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+            tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
     if PDL and ready is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()  # what waits for this kernel waits for the one in front of it
@@ -233,33 +163,24 @@ def weighted_rows(
     steps: Program = (),
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
-    packing: tuple[torch.Tensor, torch.Tensor] | None = None,
+    state: torch.Tensor | None = None,
     onto: torch.Tensor | None = None,
     ready: torch.Tensor | None = None,
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table, and `onto`
     [M, D], fp32 and contiguous).
 
-    Rows that overflow are left as they are, and do so where `packing`, of `pack`, says it of all. ready: of
+    Rows that overflow are left as they are, and do so where `state`, of `pack`, says it of all. ready: of
     `dots`, which was launched just before.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
-    tables = [table] if second is None else [table, table_b]
-    wide, flight = columns_that_stay(D, not out.is_cuda, tables), FLIGHT
-    many = triton.cdiv(D, wide) >= MANY_SLICES
-    if many:
-        wide = max(gather.NARROWEST, wide // 2)
-        flight = 2 * FLIGHT if wide < SUM_COLUMNS else FLIGHT  # as many bytes a warp
-    warps = max(1, wide // SUM_COLUMNS)
-    piece, most = pieces_of(M, index.shape[1], not out.is_cuda)
-    state, pieces = (None, None) if packing is None else packing
-    listers = 0 if packing is None or many else listers_of(M, most)
-    _weighted_rows_kernel[(listers + M, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, onto, bias, out, state, pieces, ready,
-        M, D, table.stride(0), table_b.stride(0), out.stride(0), listers,
-        STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
-        CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
-        LISTS=listers > 0, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,
+    width = gather.width(D, WIDTH, not out.is_cuda)
+    warps = max(1, width // SUM_COLUMNS)
+    _weighted_rows_kernel[(M, triton.cdiv(D, width))](
+        count, index, value, table, value_b, table_b, onto, bias, out, state, ready,
+        M, D, table.stride(0), table_b.stride(0), out.stride(0),
+        STEPS=encode(steps), TWO=second is not None, ASK=state is not None, HAS_BIAS=bias is not None,
+        CAP=index.shape[1], FLIGHT=FLIGHT, WIDTH=width, EVEN=D % width == 0,
         STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(out), **limited(out), num_warps=warps,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..common.launch import launch, relaunched
 from ..relu_ffn import listed, rows
-from ..relu_ffn.backward import TokenLists, sums_by_neuron
+from ..relu_ffn.columns import TokenLists, sums_by_neuron
 from .sums import addressable, table_of
 
 # Columns that the one warp of a program of `_pack_kernel` looks at at once.

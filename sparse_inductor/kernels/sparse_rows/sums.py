@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
-from ..relu_ffn.backward import TokenLists
+from ..relu_ffn.columns import TokenLists, sum_entries, sum_options
 
 # Columns of a weight that a program sums over, of which as many as stay in L2 (50 MB on an H100) are read for all rows
 # before the next; and bytes in flight a thread of one warp.
@@ -22,8 +22,6 @@ WIDTHS = 1024, 512, 256
 RESIDENT = 36 << 20
 # Rows of a weight that a program multiplies by: their products are added up in registers.
 ENTRIES = 8
-# Rows in flight of a sum by columns, and columns of it.
-FLIGHT, WIDTH = 4, 1024
 # Bytes of the bit masks that `TokenLists` counts in; a sort takes their place where they would be larger.
 MASKS = 256 << 20
 # Tile of a weight that is turned: 128-byte runs of 16 bits on both sides; and bytes of a gradient that are kept until
@@ -177,24 +175,6 @@ def columns(indices: Tensor, N: int) -> aten.Columns:
 
 
 @triton.jit
-def _sum_entries(
-    entry, first, count, x, values, d, D, stride, side,
-    K: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """(the sum over entries of value * x[row, d], that of the values)."""
-    r = tl.arange(0, FLIGHT)
-    total = tl.zeros([d.shape[0]], tl.float32)
-    for e in tl.range(0, count, FLIGHT, num_stages=1):
-        at = tl.load(entry + first + tl.minimum(e + r, count - 1))  # past the end, the last again
-        v = tl.load(values + at, mask=e + r < count, other=0.0).to(tl.float32)
-        source = x + (at // K).to(tl.int64)[:, None] * stride + d[None, :]
-        t = tl.load(source) if EVEN else tl.load(source, mask=(d < D)[None, :], other=0.0)
-        total += tl.sum(t.to(tl.float32) * v[:, None], 0)
-        side += tl.sum(v, 0)
-    return total, side
-
-
-@triton.jit
 def _add_pieces(sums, sides, first, count, d, D):
     """The sums of some pieces, in their order."""
     total = tl.zeros([d.shape[0]], tl.float32)
@@ -210,6 +190,7 @@ def _add_pieces(sums, sides, first, count, d, D):
 def _pieces_kernel(
     entry, start, total, ends, x, values, sums, sides, N, D, stride,
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Program (p, part) sums piece p of the columns that have several. ends [N]: pieces of all columns up to n."""
     p = tl.program_id(0)
@@ -226,9 +207,9 @@ def _pieces_kernel(
     piece = p - (tl.load(ends + low) - tl.cdiv(count, PIECE))
     first = tl.load(start + low) + piece * PIECE
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    side = tl.zeros([], tl.float32)
-    found, side = _sum_entries(
-        entry, first, tl.minimum(count - piece * PIECE, PIECE), x, values, d, D, stride, side, K, FLIGHT, EVEN
+    found, side, _, _ = sum_entries(
+        entry, first, tl.minimum(count - piece * PIECE, PIECE), x, values, None, None, d, D, stride,
+        K, FLIGHT, EVEN, PAIRS,
     )  # fmt: skip
     tl.store(sums + p.to(tl.int64) * D + d, found, mask=d < D)
     tl.store(sides + p, side, mask=tl.program_id(1) == 0)
@@ -238,6 +219,7 @@ def _pieces_kernel(
 def _outer_kernel(
     entry, start, total, ends, x, values, sums, sides, out, bias, first_column, D, stride,
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, part) writes out[i, part] = the sum over the entries of column n of value * x[row], and bias[n],
     n = first_column + i."""
@@ -245,13 +227,12 @@ def _outer_kernel(
     n = first_column + i
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     count = tl.load(total + n)
-    side = tl.zeros([], tl.float32)
     if count > PIECE:
         pieces = tl.cdiv(count, PIECE)
         found, side = _add_pieces(sums, sides, tl.load(ends + n) - pieces, pieces, d, D)
     else:
-        found, side = _sum_entries(
-            entry, tl.load(start + n), count, x, values, d, D, stride, side, K, FLIGHT, EVEN
+        found, side, _, _ = sum_entries(
+            entry, tl.load(start + n), count, x, values, None, None, d, D, stride, K, FLIGHT, EVEN, PAIRS
         )  # fmt: skip
     tl.store(out + i * D + d, found.to(out.dtype.element_ty), mask=d < D)
     tl.store(bias + n, side.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
@@ -266,20 +247,19 @@ def outer(
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
     piece = aten.PIECE
-    width = min(WIDTH, max(32, triton.next_power_of_2(D))) if x.is_cuda else 32
     # Two pieces for so many entries at the least.
     most = max(1, 2 * values.numel() // (piece + 1))
     sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
     out, bias = x.new_empty((D, N) if turned else (N, D)), x.new_empty(N)
-    constants = {"K": k, "PIECE": piece, "FLIGHT": FLIGHT, "WIDTH": width, "EVEN": D % width == 0}
-    parts = triton.cdiv(D, width)
+    constants = {"K": k, "PIECE": piece, **sum_options(x)}
+    parts = triton.cdiv(D, constants["WIDTH"])
     lists = *by, x, values, sums, sides
-    run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 2)
+    run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 1)
     step = max(1, TURNED // (D * x.element_size() * TILE)) * TILE if turned else N
     for first in range(0, N, step):
         rows = x.new_empty(min(step, N - first), D) if turned else out
         args = *lists, rows, bias, first, D, x.stride(0)
-        run(_outer_kernel, (len(rows), parts), args, constants, 2)
+        run(_outer_kernel, (len(rows), parts), args, constants, 1)
         if turned:
             _turn(rows.t(), out, first, run)
     return out.t() if turned else out, bias

@@ -13,14 +13,13 @@ from ...graph.emit import Emitter
 from ...graph.fakes import memory_order
 from ...graph.gemm import Linear
 from ...graph.view import fake
-from ...policy.popular import ALIGNED
 from ..chains.terms import combined, widened
 from .block import Reading
 
 
 @dataclasses.dataclass(frozen=True)
 class Downs:
-    """The block's own projection, and others that read its activations: an adapter's first, or a weighted sum."""
+    """The block's own projection, and others that read its activations: an adapter's first."""
 
     reading: Reading
     others: Sequence[Linear]
@@ -38,10 +37,7 @@ class Downs:
         bias = self.reading.down.emit_bias(e)
         if bias is None:
             return None
-        more = [*(d.outputs for d in self.others), self._padding]
-        zeros = (
-            [e.method("new_zeros", bias, (n,), dtype=dtype) for n in more] if self.others else []
-        )
+        zeros = [e.method("new_zeros", bias, (d.outputs,), dtype=dtype) for d in self.others]
         biases = [e.cast(bias, dtype), *zeros]
         return e.call(torch.cat, biases) if self.others else biases[0]
 
@@ -76,19 +72,11 @@ class Downs:
     def _all(self) -> tuple[Linear, ...]:
         return (self.reading.down, *self.others)
 
-    @property
-    def _padding(self) -> int:
-        """Rows of zeros behind those of weighted sums, with which a neuron's weights stay a whole number of loads."""
-        return -sum(d.width is not None for d in self.others) % ALIGNED
-
     def _stacked(self, e: Emitter, weights: list[fx.Node]) -> fx.Node:
         """Weights below each other, which lie as the first one does."""
         weight = weights[0]
         if len(weights) == 1:
             return weight
-        if self._padding:
-            zeros = e.method("new_zeros", weight, (self._padding, fake(weight).shape[1]))
-            weights = [*weights, zeros]
         if fake(weight).stride(0) != 1:
             return e.call(torch.cat, weights)
         return e.method("t", e.call(torch.cat, [e.method("t", w) for w in weights], 1))

@@ -91,6 +91,24 @@ def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
+def shift_of(
+    view: GraphView, node: fx.Node, scores: fx.Node, anchor: fx.Node
+) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(difference, tensor, vector) where a linear takes a tensor less a vector, and only the vector needs a gradient:
+    that is a sum over the rows, which need not be made one by one."""
+    call = view.call(node)
+    if call.name != "sub" or call.inplace:
+        return None
+    found = by_column(view, node)
+    if found is None or found[0] is not call["input"]:
+        return None
+    x, vector = found
+    dtypes = {fake(t).dtype for t in (node, x, vector, scores)}
+    wanted = all(map(view.needs_grad, (node, vector))) and not view.needs_grad(x)
+    there = not any(view.effects.changes(t, node, anchor) for t in (x, vector))
+    return (node, x, vector) if wanted and there and len(dtypes) == 1 else None
+
+
 def _scattered(
     view: GraphView, node: fx.Node, call: Call, after: tuple[fx.Node, ...]
 ) -> Entries | None:

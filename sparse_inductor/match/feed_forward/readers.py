@@ -1,4 +1,5 @@
-"""Who else reads the activations of a feed-forward block: statistics of them, and adapters of its down projection.
+"""Who else reads the activations of a feed-forward block: statistics of them, of every token or of every neuron, and
+adapters of its down projection.
 
 LoRA computes W h + s B (A h): what reads h is one projection, of W with A behind it.
 """
@@ -6,6 +7,7 @@ LoRA computes W h + s B (A h): what reads h is one projection, of W with A behin
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import fx
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Program
 from ...graph.checks import outside_readers
-from ...graph.emit import Emitter, made_again
+from ...graph.emit import Emitter, Make, made_again
 from ...graph.gemm import Linear, linears
 from ...graph.indices import listed
 from ...graph.names import Call
@@ -54,11 +56,14 @@ def other_readers(
     own = reading.down
     for source, reader in outside_readers(view, nodes, set(nodes), {own.node}):
         down = None
+        weighted = None
         if view.same_read(own.source, own.node, source, reader):
             down = _further_down(view, own, source, reader)
-            down = down or _weighted_sum(view, reading, source, reader)
+            weighted = _weighted_sum(view, reading, source, reader)
         if down is not None:
             downs.append(down)
+        elif weighted is not None and all(s.weight is None for s, _ in found):
+            found.append((weighted, "hidden"))
         else:
             found += _statistics(view, reading, source, reader)
     others = Others(tuple(found), tuple(downs))
@@ -86,18 +91,17 @@ def _further_down(view: GraphView, down: Linear, source: fx.Node, reader: fx.Nod
 
 def _weighted_sum(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
-) -> Linear | None:
-    """The activations, each times a number of its neuron, added up: one more row of the down weight. Sparse
-    autoencoders weigh their L1 term by the norms of the decoder's rows."""
+) -> Statistic | None:
+    """The activations, each times a number of its neuron, added up. Sparse autoencoders weigh their L1 term by the
+    norms of the decoder's rows."""
     down, call, shape = reading.down, view.call(reader), view.shape(source)
     axis = down.d_dim
-    if call.name != "mul" or call.inplace or down.order is not None:
+    if call.name != "mul" or call.inplace or reading.factors or reading.tokens:
         return None
     w = call["other"] if call["input"] is source else call["input"]
     if not view.is_tensor(w) or not only_along(view, w, shape, axis):
         return None
-    plain = not (reading.factors or reading.tokens)
-    positive = plain and all(_not_negative(b.program) for b in reading.branches)
+    positive = all(_not_negative(b.program) for b in reading.branches)
     # |h| has no slope at 0, where a bound of h may have one.
     tied = any(s.fn in ("clamp_min", "maximum") for b in reading.branches for s in b.program)
     positive = positive and not tied and not_negative(view, w, reader)
@@ -116,25 +120,14 @@ def _weighted_sum(
     else:
         return None
     dims = call.get("dim")
-    dims = list(range(len(shape))) if dims is None else dims
-    dims = [d % len(shape) for d in listed(dims)]
+    dims = tuple(d % len(shape) for d in (range(len(shape)) if dims is None else listed(dims)))
     made = made_again(view, w, min(down.node, node, key=view.order.__getitem__))
-    if axis not in dims or view.dtype(node) != fake(down.node).dtype or made is None:
+    # The operator rounds neither a factor nor a sum, and returns them in the dtype of the result.
+    exact = fake(w).dtype in (fake(down.node).dtype, torch.float32)
+    exact = exact and view.dtype(node) == torch.promote_types(fake(w).dtype, view.dtype(source))
+    if axis not in dims or not exact or made is None:
         return None
-    keeps = bool(call.get("keepdim"))
-    leaves, make = made
-    return Linear(
-        node,
-        source,
-        leaves[0],
-        down.v_dim,
-        lambda e: source,
-        lambda e: e.method("reshape", make(e), (1, -1)),
-        within=tuple(passed),
-        finish=lambda e, y: e.method("sum", y, tuple(dims), keeps),
-        also=tuple(leaves[1:]),
-        width=1,
-    )
+    return Statistic(node, source, tuple(passed), dims, bool(call.get("keepdim")), weight=made)
 
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
@@ -174,6 +167,8 @@ def _statistics(
             raise _read_by(view, source, reader)
         if len(view.shape(source)) != len(view.shape(reading.down.source)):
             raise NoMatch("a statistic of the activations in another shape", reader)
+        if s.of_neurons and of == "gate" and reading.up is not None:
+            raise _read_by(view, source, reader)
     return [(s, of) for s in found]
 
 
@@ -196,36 +191,58 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """A reduction over (at least) the neurons of |a|, or of [a != 0].
+    """A reduction of |a|, of [a != 0], or of a times a number of its neuron.
 
-    node: the reduction. source: the activation it is of. norm: 1 for |a|, 0 for [a != 0], -1 for [a == 0]. dims: the
-    axes reduced. detached: whether a gradient is cut on the way.
+    node: the reduction. source: the activation it is of. dims: the axes reduced, the neurons' among them, or all but
+    that: `of_neurons`. norm: 1 for |a|, 0 for [a != 0], -1 for [a == 0]. by: "sum", "mean", "any", "all". detached:
+    whether a gradient is cut on the way. weight: what the numbers of the neurons are made of, and what makes them.
     """
 
     node: fx.Node
     source: fx.Node
     nodes: tuple[fx.Node, ...]
-    norm: int
     dims: tuple[int, ...]
     keepdim: bool
-    mean: bool
-    detached: bool
+    norm: int = 1
+    by: str = "sum"
+    detached: bool = False
+    of_neurons: bool = False
+    weight: tuple[list[fx.Node], Make] | None = None
+
+    @property
+    def leaves(self) -> list[fx.Node]:
+        """What the weight is made of."""
+        return [] if self.weight is None else self.weight[0]
 
     def emit(self, e: Emitter, per_token: fx.Node, axis: int, neurons: Any) -> fx.Node:
         """The user's result from one number a token, whose axes are the activation's without `axis`."""
-        result = fake(self.node)
         t = e.method("detach", per_token) if self.detached else per_token
         if self.norm == -1:
             t = e.call(torch.sub, neurons, t)
-        if self.mean:
+        if self.by == "mean":
             t = e.call(torch.div, t, neurons)
         rest = tuple(d - (d > axis) for d in self.dims if d != axis)
         if rest:
-            t = e.method("mean" if self.mean else "sum", t, rest)
+            t = e.method(self.by, t, rest)
+        return self._finished(e, t)
+
+    def emit_of_neurons(self, e: Emitter, counts: fx.Node, per_token: fx.Node) -> fx.Node:
+        """The user's result from the number of tokens at which each neuron is not 0."""
+        sizes = fake(per_token).shape
+        static = all(isinstance(n, int) for n in sizes)
+        tokens = math.prod(sizes) if static else e.method("numel", per_token)
+        t = e.call(torch.rsub, counts, tokens) if self.norm == -1 else counts
+        if self.by == "mean":
+            t = e.call(torch.div, e.method("to", t, torch.float32), tokens)
+        elif self.by != "sum":
+            t = e.call(torch.ne, t, 0) if self.by == "any" else e.call(torch.eq, t, tokens)
+        return self._finished(e, t)
+
+    def _finished(self, e: Emitter, t: fx.Node) -> fx.Node:
         if self.keepdim:
             for d in sorted(self.dims):
                 t = e.method("unsqueeze", t, d)
-        return e.cast(t, result.dtype)
+        return e.cast(t, fake(self.node).dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,14 +269,16 @@ class _Reader:
             raise self._decline(node)
         name = call.name
         if name in ("sum", "mean"):
-            return [self._reduction(node, call, passed, norm, name == "mean", detached)]
+            return [self._reduction(node, call, passed, norm, name, detached)]
+        if name in ("any", "all") and norm != 1:
+            return [self._reduction(node, call, passed, norm or 0, name, True)]
         if norm is None and name == "count_nonzero":
-            return [self._reduction(node, call, passed, 0, False, True)]
+            return [self._reduction(node, call, passed, 0, "sum", True)]
         if norm is None and name in ("norm", "vector_norm") and call.get("p") in (1, 1.0):
-            return [self._reduction(node, call, passed, 1, False, detached)]
+            return [self._reduction(node, call, passed, 1, "sum", detached)]
         if norm is None and name == "l1_loss" and self._loss_against_zeros(x, node, call):
-            mean = call.get("reduction", "mean") == "mean"
-            return [self._reduction(node, call, passed, 1, mean, detached)]
+            by = call.get("reduction", "mean")
+            return [self._reduction(node, call, passed, 1, by, detached)]
         if name == "abs":
             norm = 1 if norm is None else norm
         elif name in ("ne", "gt", "eq", "le") and norm is None:
@@ -294,26 +313,27 @@ class _Reader:
         reduced = call.get("reduction", "mean") in ("mean", "sum")
         return usual and reduced and whole and self.view.const(zeros, node) == 0
 
-    def _reduction(self, node, call, passed, norm, mean, detached) -> Statistic:
+    def _reduction(self, node, call, passed, norm, by, detached) -> Statistic:
         if norm is None:
             if not self.positive:
                 raise self._decline(node)
             norm = 1
-        ndim = len(self.view.shape(self.source))
+        sizes = self.view.shape(self.source)
         dim = call.get("dim")
-        dims = tuple(range(ndim)) if dim is None or dim == () else dim
-        dims = tuple(d % ndim for d in listed(dims))
-        if self.axis not in dims:
+        dims = tuple(range(len(sizes))) if dim is None or dim == () else dim
+        dims = tuple(d % len(sizes) for d in listed(dims))
+        of_neurons = {*dims} == {*range(len(sizes))} - {self.axis}
+        if of_neurons and norm == 1:
+            raise NoMatch("a sum of every neuron over the tokens needs the activations", node)
+        if not of_neurons and (self.axis not in dims or by in ("any", "all")):
             raise NoMatch("a statistic of every neuron over the tokens needs the activations", node)
-        size = self.view.shape(self.source)[self.axis]
+        size = sizes[self.axis]
         if not isinstance(size, int) or same_size(size, 0):
             raise self._decline(node)
-        detached = detached or not self.view.requires_grad(
-            node
-        )  # under no_grad, or of what is frozen
-        return Statistic(
-            node, self.source, passed, norm, dims, bool(call.get("keepdim")), mean, detached
-        )
+        # Under no_grad, or of what is frozen.
+        detached = detached or not self.view.requires_grad(node)
+        keepdim = bool(call.get("keepdim"))
+        return Statistic(node, self.source, passed, dims, keepdim, norm, by, detached, of_neurons)
 
     def _decline(self, node: fx.Node) -> NoMatch:
         if node.op == "output":

@@ -67,6 +67,19 @@ def both_statistics(h):
     return h.abs().sum(dim=-1).mean(), (h.detach() != 0).float().mean()
 
 
+each(
+    plain(modes=TRAIN),
+    neurons_that_fired=lambda h: (h > 0).any((0, 1)),
+    dead_neurons=lambda h: (h.detach() == 0).all((0, 1), keepdim=True),
+    activity_of_each_neuron=lambda h: (h > 0).float().mean(dim=(0, 1)),
+)
+each(
+    gated(),
+    tokens_of_each_neuron=lambda h: h.count_nonzero((0, 1)),
+    zeros_of_each_neuron=lambda h: (h == 0).sum((0, 1)),
+)
+
+
 @plain(modes=TRAIN)
 def statistic_of_tokens(h):
     return h.abs().mean(dim=-1)

@@ -1,0 +1,194 @@
+"""Sums over the tokens at which each neuron is active: the gradients of weights.
+
+The tokens of a neuron are listed by counting, in their order, so that sums are taken in the same order every time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.launch import relaunched
+from . import gather
+from .gather import FLIGHT, fp32, in_pairs
+from .packing import popcount
+
+# Rows a word of the token masks.
+WORD = 32
+# Columns of the sums of a program of one warp: the second where rows are short of a multiple of the first.
+WIDTHS = 512, 256
+
+
+@relaunched
+@triton.jit
+def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes: any order gives the same."""
+    m = tl.program_id(0)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    i = tl.arange(0, BLOCK)
+    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=i < c, other=0).to(tl.int64)
+    bit = tl.full([BLOCK], 1, tl.int32) << (m % 32)
+    tl.atomic_or(bitmask + (m // 32).to(tl.int64) * N + n, bit, mask=i < c)
+
+
+@relaunched
+@triton.jit
+def _count_kernel(bitmask, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
+    """before[w, n] = tokens of neuron n in words before w; total[n] = all of them."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    carry = tl.zeros([BN], tl.int32)
+    for w0 in range(0, words, WORDS):
+        w = w0 + tl.arange(0, WORDS)
+        at = w[:, None].to(tl.int64) * N + n[None, :]
+        mask = (w < words)[:, None] & (n < N)[None, :]
+        ones = popcount(tl.load(bitmask + at, mask=mask, other=0))
+        ends = tl.cumsum(ones, 0)
+        tl.store(before + at, carry[None, :] + ends - ones, mask=mask)
+        carry += tl.sum(ones, 0)
+    tl.store(total + n, carry, mask=n < N)
+
+
+@relaunched
+@triton.jit
+def _place_kernel(
+    count, index, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """entry[start[n] + rank] = m * CAP + i for the row's i-th active neuron n, rank being its rank among n's tokens."""
+    m = tl.program_id(0)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    i = tl.arange(0, BLOCK)
+    mask = i < c
+    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=mask, other=0).to(tl.int64)
+    at = (m // 32).to(tl.int64) * N + n
+    lower = (tl.full([BLOCK], 1, tl.int32) << (m % 32)) - 1
+    rank = popcount(tl.load(bitmask + at, mask=mask, other=0) & lower)
+    rank += tl.load(before + at, mask=mask, other=0)
+    slot = tl.load(start + n, mask=mask, other=0) + rank
+    tl.store(entry + slot, m * CAP + i, mask=mask)
+
+
+@relaunched
+@triton.jit
+def _scan_kernel(total, start, N, BLOCK: tl.constexpr):
+    """One program: start[n] = the sum of total before n."""
+    before = tl.full([], 0, tl.int32)
+    for n0 in range(0, N, BLOCK):
+        n = n0 + tl.arange(0, BLOCK)
+        t = tl.load(total + n, mask=n < N, other=0)
+        tl.store(start + n, before + tl.cumsum(t, 0) - t, mask=n < N)
+        before += tl.sum(t, 0)
+
+
+class TokenLists(NamedTuple):
+    """The tokens of each neuron n: entry[start[n] + j] is the place of the j-th in the packed form, j < total[n]."""
+
+    entry: torch.Tensor
+    start: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of(cls, count: torch.Tensor, index: torch.Tensor, N: int) -> TokenLists:
+        """The lists of packed rows: count [M], and index [M, cap] of N neurons."""
+        M, cap = index.shape
+        words = triton.cdiv(M, WORD)
+        bitmask = count.new_zeros(words, N)
+        before = torch.empty_like(bitmask)
+        lists = cls(count.new_empty(M * cap), count.new_empty(N), count.new_empty(N))
+        block = triton.next_power_of_2(cap)
+        warps = 1 if block <= 128 else 4
+        _set_bits_kernel[(M,)](count, index, bitmask, N, CAP=cap, BLOCK=block, num_warps=warps)
+        bn = 32
+        _count_kernel[(triton.cdiv(N, bn),)](
+            bitmask, before, lists.total, words, N,
+            WORDS=min(256, triton.next_power_of_2(words)), BN=bn, num_warps=8,
+        )  # fmt: skip
+        _scan_kernel[(1,)](lists.total, lists.start, N, BLOCK=4096, num_warps=8)
+        _place_kernel[(M,)](
+            count, index, bitmask, before, lists.start, lists.entry, N,
+            CAP=cap, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return lists
+
+
+@triton.jit
+def sum_entries(
+    entry, first, count, x, value_a, value_b, scale, d, D, stride,
+    CAP: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """(the sum over entries of value_a * x[row, d], that of value_a or, unless scale is None, of value_a * scale[row],
+    the same two of value_b without a scale, unless that is None). row: of an entry, it divided by CAP."""
+    r = tl.arange(0, FLIGHT)
+    total_a, total_b = tl.zeros([d.shape[0]], tl.float32), tl.zeros([d.shape[0]], tl.float32)
+    side_a, side_b = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    at = tl.load(entry + first + tl.minimum(r, tl.maximum(count - 1, 0)))
+    for e in tl.range(0, count, FLIGHT, num_stages=1):
+        # The next entries are known before the rows of these arrive. Past the end, the last again.
+        then = tl.load(entry + first + tl.minimum(e + FLIGHT + r, count - 1))
+        row = (at // CAP).to(tl.int64)
+        source = x + row[:, None] * stride + d[None, :]
+        t = tl.load(source) if EVEN else tl.load(source, mask=(d < D)[None, :], other=0.0)
+        t = fp32(t, PAIRS)
+        here = e + r < count
+        v = tl.load(value_a + at, mask=here, other=0.0).to(tl.float32)
+        total_a += tl.sum(t * v[:, None], 0)
+        if scale is not None:
+            v *= tl.load(scale + row)
+        side_a += tl.sum(v, 0)
+        if value_b is not None:
+            v = tl.load(value_b + at, mask=here, other=0.0).to(tl.float32)
+            total_b += tl.sum(t * v[:, None], 0)
+            side_b += tl.sum(v, 0)
+        at = then
+    return total_a, side_a, total_b, side_b
+
+
+def sum_options(x: torch.Tensor) -> dict[str, Any]:
+    """Constants of a kernel that sums rows of x, and how to run it."""
+    D = x.shape[1]
+    wide, narrow = WIDTHS
+    width = gather.width(D, narrow if D % wide and 2 * wide > D else wide, not x.is_cuda)
+    return {"FLIGHT": FLIGHT, "WIDTH": width, "EVEN": D % width == 0, "PAIRS": in_pairs(x)}
+
+
+@relaunched
+@triton.jit
+def _by_neuron_kernel(
+    entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b, scale,
+    D, stride_x, stride_a, stride_b,
+    CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Program (n, part) writes out_a[n, part] = the sum over the neuron's tokens of value_a * x[token], and out_b and
+    the biases, unless they are None; bias_a: see `sum_entries`."""
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    sum_a, side_a, sum_b, side_b = sum_entries(
+        entry, tl.load(start + n), tl.load(total + n), x, value_a, value_b, scale, d, D, stride_x,
+        CAP, FLIGHT, EVEN, PAIRS,
+    )  # fmt: skip
+    tl.store(out_a + n * stride_a + d, sum_a.to(out_a.dtype.element_ty), mask=d < D)
+    if value_b is not None:
+        tl.store(out_b + n * stride_b + d, sum_b.to(out_b.dtype.element_ty), mask=d < D)
+    if tl.program_id(1) == 0:
+        if bias_a is not None:
+            tl.store(bias_a + n, side_a.to(bias_a.dtype.element_ty))
+        if bias_b is not None:
+            tl.store(bias_b + n, side_b.to(bias_b.dtype.element_ty))
+
+
+def sums_by_neuron(
+    lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None, scale=None
+) -> None:  # fmt: skip
+    """out[n] = sum over the tokens of neuron n of value * x[token]; bias[n] that of the values, `a` times `scale`."""
+    D, options = x.shape[1], sum_options(x)
+    _by_neuron_kernel[(len(lists.total), triton.cdiv(D, options["WIDTH"]))](
+        *lists, x, a, b, out_a, out_b, bias_a, bias_b, scale,
+        D, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
+        CAP=cap, **options, num_warps=1,
+    )  # fmt: skip
