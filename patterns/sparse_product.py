@@ -31,6 +31,7 @@ from sparse_inductor.match.feed_forward.entries import (
     activated,
     decoders_below,
     entries,
+    shift_of,
     sizes_of,
 )
 from sparse_inductor.pattern import Sparse
@@ -44,11 +45,14 @@ ENCODER = "sparse_inductor::sparse_gradient_linear"
 
 @dataclasses.dataclass
 class ProductMatch:
-    """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads."""
+    """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads.
+    masked: they pass no gradient on where they are 0. shifted: of `shift_of`, for the encoder."""
 
     linear: Linear
     op: str
     activations: fx.Node
+    masked: bool = False
+    shifted: tuple[fx.Node, fx.Node, fx.Node] | None = None
     bytes_saved: int | None = 0
     pattern: str = NAME
 
@@ -66,7 +70,9 @@ class ProductMatch:
 
     @property
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        return tuple((t, self.anchor) for t in (self.linear.source, *self.linear.read))
+        difference, *operands = self.shifted or (self.anchor,)
+        reads = [(t, self.anchor) for t in (self.linear.source, *self.linear.read)]
+        return (*reads, *((t, difference) for t in operands))
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -81,13 +87,16 @@ class ProductMatch:
         dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
         bias = linear.emit_bias(e)
         weight = e.cast(linear.weight(e), dtype)
-        name = self.op.rpartition(":")[2]
+        x, more = linear.linear_input(e), []
+        if self.op == DECODER:
+            weight, more = e.method("t", weight), [self.masked]
+        elif self.shifted is not None and x is self.shifted[0]:
+            _, x, shift = self.shifted
+            more = [e.method("reshape", shift, (-1,)) if fake(shift).dim() != 1 else shift]
         y = e.call(
-            own_operator(name),
-            e.cast(linear.linear_input(e), dtype),
-            e.method("t", weight) if self.op == DECODER else weight,
-            None if bias is None else e.cast(bias, dtype),
-        )
+            own_operator(self.op.rpartition(":")[2]),
+            e.cast(x, dtype), weight, None if bias is None else e.cast(bias, dtype), *more,
+        )  # fmt: skip
         self.anchor.replace_all_uses_with(e.laid_out(linear.finish(e, y), fake(self.anchor)))
 
 
@@ -103,14 +112,18 @@ class SparseProduct(Recogniser):
 
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
         if (found := _decoder(view, node)) is not None:
-            return _checked(ProductMatch(found[0], DECODER, found[0].source), view)
+            source = found[0].source
+            masked = view.name_of(view.value(source, node) or source) == "relu"
+            return _checked(ProductMatch(found[0], DECODER, source, masked), view)
         for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
             if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):
                 continue
             for user in decoders_below(view, node):
                 found = _decoder(view, user)
                 if found is not None and node in found[1].encoders:
-                    return _checked(ProductMatch(linear, ENCODER, found[0].source), view)
+                    shifted = shift_of(view, linear.source, node, node)
+                    match = ProductMatch(linear, ENCODER, found[0].source, shifted=shifted)
+                    return _checked(match, view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:

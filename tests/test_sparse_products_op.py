@@ -25,6 +25,26 @@ def test_a_decoder_and_its_gradients(share):
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), given) for y in (got, want)))
 
 
+def test_a_decoder_whose_gradient_is_wanted_at_entries_alone():
+    z, weight = mostly_zeros(3, 5, 60, share=0.3).requires_grad_(), torch.randn(60, 7).double()
+    got, want = ops.sparse_product(z.relu(), weight, masked=True), z.relu() @ weight
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), z) for y in (got, want)))
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+def test_an_encoder_with_a_shift(of_x):
+    x = torch.randn(3, 5, 7).double().requires_grad_(of_x)
+    weight, shift = (torch.randn(s).double().requires_grad_() for s in ((60, 7), (7,)))
+    got = ops.sparse_gradient_linear(x, weight, shift=shift)
+    want = F.linear(x - shift, weight)
+    torch.testing.assert_close(got, want)
+    given = [weight, shift, *([x] if of_x else [])]
+    gradient = mostly_zeros(3, 5, 60, share=0.1)
+    torch.testing.assert_close(*(torch.autograd.grad(y, given, gradient) for y in (got, want)))
+    with pytest.raises(ValueError, match=r"shift must be \[7\], got shape \(2,\)"):
+        ops.sparse_gradient_linear(x, weight, shift=torch.zeros(2).double())
+
+
 def test_zero_times_what_is_not_finite_is_nan():
     f, weight = mostly_zeros(15, 60, share=0.01), torch.randn(60, 7, dtype=torch.float64)
     weight[3, 2] = torch.nan
@@ -88,8 +108,17 @@ def test_what_does_not_fit_is_refused():
         ops.sparse_gradient_linear(f, weight.t().double())
 
 
-@pytest.mark.parametrize("name", ["sparse_matmul", "sparse_outer_sum"])
-def test_operators_are_described_as_they_are(name):
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("sparse_entries", ()),
+        ("sparse_matmul", ((60, 4),)),
+        ("sparse_outer_sum", ((8, 4),)),
+        ("sparse_masked_matmul", ((8, 4), (60, 4))),
+    ],
+)
+def test_operators_are_described_as_they_are(name, shapes):
     h = mostly_zeros(8, 60, share=0.02)
-    other = torch.randn(60 if name == "sparse_matmul" else 8, 4, dtype=h.dtype)
-    torch.library.opcheck(getattr(torch.ops.sparse_inductor, name), (h, other))
+    entries = torch.ops.sparse_inductor.sparse_entries(h) if shapes else ()
+    given = (h, *entries, *(torch.randn(s, dtype=h.dtype) for s in shapes))
+    torch.library.opcheck(getattr(torch.ops.sparse_inductor, name), given)

@@ -17,6 +17,11 @@ from ..aten import looks_at
 _SPARSE = 32
 
 
+def capacity(N: int) -> int:
+    """Entries of a row that kernels pack: several times those of rows that are worth it."""
+    return min(-(-N // 32) * 32, max(64, -(-N // (64 * 32)) * 32))
+
+
 def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
     """(row, column) of each entry, by row; None where they are many, none, or the host may not look, and where they are
     multiplied by what is not finite, which is NaN times a 0, too."""

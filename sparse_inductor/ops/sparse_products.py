@@ -7,10 +7,12 @@ that the program makes whole, since it returns them, and the gradient that comes
 Whatever lies between z and f is the program's own: a rectifier, thresholds with a gradient of their own, the largest of
 a whole batch. Dispatcher operators:
 
-    sparse_product             the decoder. The gradient of f is wanted where f is 0, too, and is a dense product
+    sparse_product             the decoder. The gradient of f is a dense product, unless it is not wanted where f is 0
     sparse_gradient_linear     the encoder, a dense product, whose gradients are those below
-    sparse_matmul              h W, h [M, N]
+    sparse_entries             the entries of h [M, N], packed
+    sparse_matmul              h W
     sparse_outer_sum           h^T x, and the sums of h over its rows
+    sparse_masked_matmul       x W^T where h has entries
 
 Exact for any tensor; what has many entries costs a dense product. Of what is 0 nothing is added, where a dense product
 has 0 * inf = NaN.
@@ -37,20 +39,27 @@ from ._dispatch import (
 )
 from ._sharding import Rule, dims, whole
 
+_ENTRIES = "Tensor count, Tensor index, Tensor values"
 _lib = define(
-    "sparse_product(Tensor f, Tensor weight, Tensor? bias) -> Tensor",
-    "sparse_gradient_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    "sparse_matmul(Tensor h, Tensor weight) -> Tensor",
-    "sparse_outer_sum(Tensor h, Tensor x) -> (Tensor, Tensor)",
+    "sparse_product(Tensor f, Tensor weight, Tensor? bias, bool masked=False) -> Tensor",
+    "sparse_gradient_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? shift=None) -> Tensor",
+    "sparse_entries(Tensor h) -> (Tensor, Tensor, Tensor)",
+    f"sparse_matmul(Tensor h, {_ENTRIES}, Tensor weight) -> Tensor",
+    f"sparse_outer_sum(Tensor h, {_ENTRIES}, Tensor x) -> (Tensor, Tensor)",
+    f"sparse_masked_matmul(Tensor h, {_ENTRIES}, Tensor x, Tensor weight) -> Tensor",
 )
 
 
-def sparse_product(f: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def sparse_product(
+    f: Tensor, weight: Tensor, bias: Tensor | None = None, *, masked: bool = False
+) -> Tensor:
     """f @ weight + bias at the cost of the entries of `f` that are not zero.
 
     Args:
-        f: [..., N]; fp32, fp16, bf16 or fp64. Its gradient is dense.
+        f: [..., N]; fp32, fp16, bf16 or fp64.
         weight: [N, D], any strides, the dtype of `f`. bias: [D] or None.
+        masked: whether the gradient of `f` is of use only where `f` is not 0, as behind a ReLU. Elsewhere it may be 0,
+            and costs what the entries do; else it is a dense product.
 
     Returns:
         y [..., D]. Sums over entries are in fp32 (fp64 for fp64), in the same order on every run.
@@ -59,21 +68,24 @@ def sparse_product(f: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
     """
     f, weight, bias = as_autocast(f, weight, bias)
-    return torch.ops.sparse_inductor.sparse_product(f, weight, bias)
+    return torch.ops.sparse_inductor.sparse_product(f, weight, bias, masked)
 
 
-def sparse_gradient_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias), whose gradients cost what the entries of the incoming one do that are not zero.
+def sparse_gradient_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, shift: Tensor | None = None
+) -> Tensor:
+    """F.linear(x - shift, weight, bias), whose gradients cost what the entries of the incoming one do.
 
     Args:
         x: [..., D]; fp32, fp16, bf16 or fp64.
         weight: [N, D], any strides, the dtype of `x`. bias: [N] or None.
+        shift: [D] or None. Where `x` needs no gradient, that of `shift` costs a product with a vector.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
     """
-    x, weight, bias = as_autocast(x, weight, bias)
-    return torch.ops.sparse_inductor.sparse_gradient_linear(x, weight, bias)
+    x, weight, bias, shift = as_autocast(x, weight, bias, shift)
+    return torch.ops.sparse_inductor.sparse_gradient_linear(x, weight, bias, shift)
 
 
 def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: int) -> None:
@@ -90,103 +102,176 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: in
 
 
 def _products(*tensors: Tensor):
-    """What computes products of these tensors: the kernels where they apply, else ATen."""
+    """The kernels of products of these tensors, None where ATen computes them."""
     if not suit_kernels(*tensors):
-        return aten
+        return None
     from ..kernels.sparse_rows import products as kernels
 
     return kernels
 
 
-def _matmul(h, weight):
+def _entries(h):
+    found = _fake_entries(h)
     with autocast_off(h.device.type):
-        return _products(h, weight).matmul(h, weight)
+        if kernels := _products(h):
+            kernels.pack(h, found)
+        else:
+            count, index, values = found
+            count.fill_(index.shape[1] + 1)  # whoever reads them finds rows that do not fit
+            index.zero_()
+            values.zero_()
+    return found
 
 
-def _outer_sum(h, x):
+def _matmul(h, count, index, values, weight):
     with autocast_off(h.device.type):
-        return _products(h, x).outer(h, x)
+        kernels = _products(h, weight)
+        if kernels is None:
+            return aten.matmul(h, weight)
+        return kernels.matmul(h, (count, index, values), weight)
 
 
-def _product(f, weight, bias):
-    y = torch.ops.sparse_inductor.sparse_matmul(as_rows(f), weight)
+def _outer_sum(h, count, index, values, x):
+    with autocast_off(h.device.type):
+        kernels = _products(h, x)
+        return kernels.outer(h, (count, index, values), x) if kernels else aten.outer(h, x)
+
+
+def _masked_matmul(h, count, index, values, x, weight):
+    with autocast_off(h.device.type):
+        kernels = _products(h, x, weight)
+        if kernels is None:
+            return x @ weight.t()
+        return kernels.masked_matmul((count, index, values), x, weight)
+
+
+def _product(f, weight, bias, masked=False):
+    return _product_of(as_rows(f), f.shape, weight, bias)[0]
+
+
+def _product_of(rows, shape, weight, bias):
+    """(y, the entries of f)."""
+    ops = torch.ops.sparse_inductor
+    entries = ops.sparse_entries(rows)
+    y = ops.sparse_matmul(rows, *entries, weight)
     y = y if bias is None else y + bias
-    return y.view(*f.shape[:-1], weight.shape[1])
+    return y.view(*shape[:-1], weight.shape[1]), entries
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, f, weight, bias):
-        ctx.save_for_backward(f, weight)
-        return _product(f, weight, bias)
+    def forward(ctx, f, weight, bias, masked):
+        y, entries = _product_of(as_rows(f), f.shape, weight, bias)
+        ctx.save_for_backward(f, weight, *entries)
+        ctx.masked = masked
+        return y
 
     @staticmethod
     @first_order("sparse_product")
     def backward(ctx, grad):
-        f, weight = ctx.saved_tensors
-        for_f, for_weight, for_bias = ctx.needs_input_grad
-        rows = as_rows(grad)
-        d_weight = None
+        ops = torch.ops.sparse_inductor
+        f, weight, *entries = ctx.saved_tensors
+        for_f, for_weight, for_bias, _ = ctx.needs_input_grad
+        of_rows, rows = as_rows(f), as_rows(grad)
+        d_f = d_weight = None
+        if for_f and ctx.masked:
+            d_f = ops.sparse_masked_matmul(of_rows, *entries, rows, weight).view(f.shape)
+        elif for_f:
+            d_f = grad @ weight.t()
         if for_weight:
-            d_weight = torch.ops.sparse_inductor.sparse_outer_sum(as_rows(f), rows)[0]
-            d_weight = turned_as(weight, d_weight)
-        return grad @ weight.t() if for_f else None, d_weight, rows.sum(0) if for_bias else None
+            d_weight = turned_as(weight, ops.sparse_outer_sum(of_rows, *entries, rows)[0])
+        return d_f, d_weight, rows.sum(0) if for_bias else None, None
+
+
+def _linear(x, weight, bias, shift=None):
+    return F.linear(x if shift is None else x - shift, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, shift):
+        x = x if shift is None else x - shift
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @first_order("sparse_gradient_linear")
     def backward(ctx, grad):
+        ops = torch.ops.sparse_inductor
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
+        for_x, for_weight, for_bias, for_shift = ctx.needs_input_grad
         rows = as_rows(grad)
-        d_x = d_weight = d_bias = None
+        entries = ops.sparse_entries(rows)
+        d_x = d_weight = d_bias = d_shift = None
         if for_x:
-            d_x = torch.ops.sparse_inductor.sparse_matmul(rows, weight).view(x.shape)
-        if for_weight or for_bias:
-            d_weight, d_bias = torch.ops.sparse_inductor.sparse_outer_sum(rows, as_rows(x))
-        return (
-            d_x,
-            turned_as(weight, d_weight) if for_weight else None,
-            d_bias if for_bias else None,
-        )
+            d_x = ops.sparse_matmul(rows, *entries, weight).view(x.shape)
+        if for_weight or for_bias or (for_shift and not for_x):
+            d_weight, d_bias = ops.sparse_outer_sum(rows, *entries, as_rows(x))
+        if for_shift:
+            # The sum over all rows of what an entry gives the gradient of x: its own times a row of the weight.
+            d_shift = -as_rows(d_x).sum(0) if for_x else -torch.mv(weight.t(), d_bias)
+        d_weight = turned_as(weight, d_weight) if for_weight else None
+        return d_x, d_weight, d_bias if for_bias else None, d_shift
 
 
 def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tuple[str, int]):
     """What the dispatcher runs for an operator that is made of others, gradients included."""
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        outside_transforms(name, x, weight, bias)
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, more: Any = None) -> Tensor:
+        shift = more if isinstance(more, Tensor) else None
+        outside_transforms(name, x, weight, bias, shift)
         _check(check[0], x, weight, bias, check[1])
-        needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
+        if shift is not None and not same(shift.shape, x.shape[-1:]):
+            raise ValueError(f"shift must be [{x.shape[-1]}], got shape {tuple(shift.shape)}")
+        tensors = (x, weight, bias, shift)
+        needs_grad = any(t is not None and t.requires_grad for t in tensors)
         call = function.apply if torch.is_grad_enabled() and needs_grad else plain
         with autocast_off(x.device.type):
-            return call(x, weight, bias)
+            return call(x, weight, bias, more)
 
     _lib.impl(name, run, "CompositeImplicitAutograd")
 
 
-def _fake_matmul(h, weight):
+def _fake_entries(h):
+    M, N = h.shape
+    cap = aten.capacity(N)
+    count, index = (h.new_empty(*shape, dtype=torch.int32) for shape in ((M,), (M, cap)))
+    return count, index, h.new_empty(M, cap)
+
+
+def _fake_matmul(h, count, index, values, weight):
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
-def _fake_outer_sum(h, x):
+def _fake_outer_sum(h, count, index, values, x):
     return h.new_empty(h.shape[1], x.shape[1]), h.new_empty(h.shape[1])
+
+
+def _fake_masked_matmul(h, count, index, values, x, weight):
+    return torch.empty_like(h, memory_format=torch.contiguous_format)
 
 
 # Spread over the rows; what sums over them is made of all of them by every process.
 
 
-def _matmul_rows(h, weight) -> Rule:
-    return Rule((("T", ""), dims(weight, "..")), (("T", ""),), ("T",))
+_OF_ROWS = (("T", ""), ("T",), ("T", ""), ("T", ""))  # h and its entries
+
+
+def _shared_entries(h) -> Rule:
+    return Rule(_OF_ROWS[:1], _OF_ROWS[1:], ("T",))
+
+
+def _shared_matmul(h, count, index, values, weight) -> Rule:
+    return Rule((*_OF_ROWS, dims(weight, "..")), (("T", ""),), ("T",))
+
+
+def _shared_masked_matmul(h, count, index, values, x, weight) -> Rule:
+    return Rule((*_OF_ROWS, ("T", ""), dims(weight, "..")), (("T", ""),), ("T",))
 
 
 _composed("sparse_product", _Product, _product, ("f", 0))
-_composed("sparse_gradient_linear", _Linear, F.linear, ("x", 1))
-register(_lib, "sparse_matmul", _matmul, _fake_matmul, _matmul_rows)
+_composed("sparse_gradient_linear", _Linear, _linear, ("x", 1))
+register(_lib, "sparse_entries", _entries, _fake_entries, _shared_entries)
+register(_lib, "sparse_matmul", _matmul, _fake_matmul, _shared_matmul)
 register(_lib, "sparse_outer_sum", _outer_sum, _fake_outer_sum, whole)
+register(_lib, "sparse_masked_matmul", _masked_matmul, _fake_masked_matmul, _shared_masked_matmul)

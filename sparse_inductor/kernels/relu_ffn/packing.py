@@ -116,12 +116,12 @@ def _decide(state, rows, entries, M, ROW):
 @triton.jit(do_not_specialize=["M", "ROW"])
 def _pack_kernel(
     bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, THRESHOLD, ROW,
-    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    NONZERO: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     WORDS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], unless keep [words] is None
-    of the bits in that, or if there is no bitmask of what is not <= THRESHOLD. value: unless it is None, the gates of
-    the entries."""
+    of the bits in that, or if there is no bitmask of what is not <= THRESHOLD, with NONZERO of what is not 0. value:
+    unless it is None, the gates of the entries."""
     wait_for_previous(PDL)
     threshold = tl.full([], THRESHOLD, tl.float32)
     first = tl.program_id(0) * EACH
@@ -137,8 +137,9 @@ def _pack_kernel(
                     bits &= tl.load(keep + w, mask=w < words, other=0)
             else:
                 of_bits = w[:, None] * 32 + tl.arange(0, 32)[None, :]
-                g = tl.load(gate + row * N + of_bits, mask=of_bits < N, other=float("-inf"))
-                some = ~(g.to(tl.float32) <= threshold)  # NaN is one
+                below = 0.0 if NONZERO else float("-inf")
+                g = tl.load(gate + row * N + of_bits, mask=of_bits < N, other=below).to(tl.float32)
+                some = g != 0.0 if NONZERO else ~(g <= threshold)  # NaN is one
                 bits = tl.sum(some.to(tl.int32) << tl.arange(0, 32)[None, :], 1)
             of_word = popcount(bits)
             here = tl.sum(of_word, 0)
@@ -178,11 +179,12 @@ def pack(
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     overflow: torch.Tensor,
     state: torch.Tensor,
-    threshold: float,
+    threshold: float | None,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous, of which `bitmask` says what is active, unless it is
     None: (state, pieces), for the row kernels. keep: of every row's bits those that are packed, unless all are.
+    threshold: None where what is not 0 is active.
 
     overflow: [M], the rows that do not fit. state: of `new_state`, zeros.
     """
@@ -197,8 +199,8 @@ def pack(
         at_once = 2
     each = 1 if M <= FEW_ROWS else EACH
     _pack_kernel[(triton.cdiv(M, each),)](
-        bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, threshold, dense_row(N),
-        CAP=cap, PIECE=piece, PIECES=most,
+        bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, threshold or 0.0, dense_row(N),
+        NONZERO=threshold is None, CAP=cap, PIECE=piece, PIECES=most,
         WORDS=min(at_once, triton.next_power_of_2(words)), EACH=each, **pdl_options(gate), num_warps=warps,
     )  # fmt: skip
     return state, pieces

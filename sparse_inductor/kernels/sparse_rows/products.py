@@ -6,88 +6,73 @@ are multiplied by tiles, so that any matrix will do.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import launch, relaunched
-from ..relu_ffn import listed, rows
+from ..relu_ffn import dots, listed, packing, rows
 from ..relu_ffn.columns import TokenLists, sums_by_neuron
 from .sums import addressable, table_of
 
-# Columns that the one warp of a program of `_pack_kernel` looks at at once.
-BLOCK = 512
+# (count [M] of all entries of a row; index and values [M, capacity], where they fit)
+Entries = tuple[Tensor, Tensor, Tensor]
 
 
-def capacity(N: int) -> int:
-    """Entries of a row that are packed: several times those of rows that are worth it."""
-    return min(-(-N // 32) * 32, max(64, -(-N // (64 * 32)) * 32))
+def pack(h: Tensor, entries: Entries) -> None:
+    """The entries of h [M, N] that are not 0, by column."""
+    h = h.contiguous()
+    state, _ = packing.new_state(h.device)
+    packing.pack(h, None, entries, entries[0].new_empty(len(h)), state.zero_(), None)
 
 
-class _Entries(NamedTuple):
-    """count [M] of all entries of a row; index, values [M, capacity], where they fit."""
+def _listed(entries: Entries) -> listed.Listed:
+    return listed.Listed.of(entries[0], entries[1].shape[1])
 
-    count: Tensor
-    index: Tensor
-    values: Tensor
+
+def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
+    """h [M, N] @ weight [N, D]."""
+    h, table = addressable(h), table_of(weight, launch)
+    y = h.new_empty(len(h), table.shape[1])
+    rows.weighted_rows(*entries, table, y)
+    listed.product(h, table.t(), y, _listed(entries))
+    return y
+
+
+def outer(h: Tensor, entries: Entries, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(h^T @ x [N, D], the sums of h [M, N] over its rows)."""
+    h, x = addressable(h), addressable(x)
+    N, D = h.shape[1], x.shape[1]
+    count, index, values = entries
+    out, total = h.new_empty(N, D), h.new_empty(N)
+    sums_by_neuron(TokenLists.of(count, index, N), x, values, out, total, index.shape[1])
+    listed.add_sums([listed.Sum(h, x, out, total)], _listed(entries))
+    return out, total
 
 
 @relaunched
 @triton.jit
-def _pack_kernel(h, count, index, values, N, stride, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Program m counts the entries of row m that are not zero, and writes the first CAP, by column."""
+def _put_kernel(count, index, values, out, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m, index] = values of packed row m."""
     m = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([], tl.int32)
-    for first in range(0, N, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        v = tl.load(h + m * stride + n, mask=n < N, other=0.0)
-        some = (v.to(tl.float32) != 0.0).to(tl.int32)  # NaN is not zero
-        here = tl.sum(some, 0)
-        if here > 0:
-            to = total + tl.cumsum(some, 0) - 1
-            fits = (some > 0) & (to < CAP)
-            tl.store(index + m * CAP + to, n.to(index.dtype.element_ty), mask=fits)
-            tl.store(values + m * CAP + to, v, mask=fits)
-        total += here
-    tl.store(count + m, total)
+    c = tl.load(count + m)
+    if c <= CAP:
+        i = tl.arange(0, BLOCK)
+        n = tl.load(index + m * CAP + i, mask=i < c, other=0).to(tl.int64)
+        tl.store(out + m * N + n, tl.load(values + m * CAP + i, mask=i < c), mask=i < c)
 
 
-def _pack(h: Tensor) -> _Entries:
-    M, N = h.shape
-    cap = capacity(N)
-    found = _Entries(
-        h.new_empty(M, dtype=torch.int32),
-        h.new_empty(M, cap, dtype=torch.int16 if N <= 1 << 15 else torch.int32),
-        h.new_empty(M, cap),
+def masked_matmul(entries: Entries, x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, D] @ weight [N, D]^T where there are entries, else 0; rows whose entries do not fit are whole."""
+    x, table = addressable(x), table_of(weight, launch)
+    count, index, values = entries
+    cap = index.shape[1]
+    out, found = x.new_zeros(len(x), len(weight)), torch.empty_like(values)
+    dots.gradients(
+        x, table, entries, None, None, None, (found, None, torch.empty_like(values)), (), ()
     )
-    _pack_kernel[(M,)](
-        h, *found, N, h.stride(0), CAP=cap, BLOCK=BLOCK if h.is_cuda else 32, num_warps=1
-    )
-    return found
-
-
-def matmul(h: Tensor, weight: Tensor) -> Tensor:
-    """h [M, N] @ weight [N, D]."""
-    h, table = addressable(h), table_of(weight, launch)
-    found = _pack(h)
-    cap = found.index.shape[1]
-    y = h.new_empty(len(h), table.shape[1])
-    rows.weighted_rows(*found, table, y)
-    listed.product(h, table.t(), y, listed.Listed.of(found.count, cap))
-    return y
-
-
-def outer(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(h^T @ x [N, D], the sums of h [M, N] over its rows)."""
-    h, x = addressable(h), addressable(x)
-    N, D = h.shape[1], x.shape[1]
-    found = _pack(h)
-    cap = found.index.shape[1]
-    out, total = h.new_empty(N, D), h.new_empty(N)
-    lists = TokenLists.of(found.count, found.index, N)
-    sums_by_neuron(lists, x, found.values, out, total, cap)
-    listed.add_sums([listed.Sum(h, x, out, total)], listed.Listed.of(found.count, cap))
-    return out, total
+    block = triton.next_power_of_2(cap)
+    _put_kernel[(len(x),)](count, index, found, out, out.shape[1], CAP=cap, BLOCK=block)
+    listed.product(x, table, out, _listed(entries))
+    return out
