@@ -37,6 +37,7 @@ from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COMPARISONS
+from sparse_inductor.match.chains.epilogue_chain import Term
 from sparse_inductor.match.chains.family import rectified_product, split_block
 from sparse_inductor.match.feed_forward.block import (
     Joined,
@@ -48,6 +49,7 @@ from sparse_inductor.match.feed_forward.block import (
     read_block,
     resembles,
     residual_sum,
+    thresholds_of,
 )
 from sparse_inductor.match.feed_forward.downs import Downs
 from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
@@ -70,8 +72,8 @@ _EXPERTS = "every expert (or head) has weights of its own, and the operator take
 @dataclasses.dataclass
 class BlockMatch:
     """A recognised block, ready to be replaced. `at` is where the operator goes in; residual: what is added to the
-    block, where the anchor is that sum. shifted: of `shift_of`. saves: gives `bytes_saved`, which imports kernels on a
-    GPU."""
+    block, where the anchor is that sum. shifted: of `shift_of`. thresholds: of `thresholds_of`; the up branch is then
+    the gate. saves: gives `bytes_saved`, which imports kernels on a GPU."""
 
     anchor: fx.Node
     reading: Reading
@@ -82,6 +84,7 @@ class BlockMatch:
     saves: Callable[[], int | None]
     residual: fx.Node | None = None
     shifted: tuple[fx.Node, fx.Node, fx.Node] | None = None
+    thresholds: Term | None = None
     popular: int = 0
     pattern, op = NAME, OP
 
@@ -110,9 +113,11 @@ class BlockMatch:
     @property
     def note(self) -> str:
         r = self.reading
-        text = said(r.gate.program)
-        if r.up is not None:
-            text = f"gate {text}, up {said(r.up.program) or 'as it is'}"
+        text, up = said(r.gate.program), "" if r.up is None else said(r.up.program) or "as it is"
+        if self.thresholds is not None:
+            text = f"{up} above a threshold of every neuron"
+        elif up:
+            text = f"gate {text}, up {up}"
         text += ", with statistics" if self.others.statistics else ""
         return text + (", with the residual" if self.residual is not None else "")
 
@@ -126,7 +131,12 @@ class BlockMatch:
         rest = [d for d in range(ndim) if d != axis]
         x = e.permuted(x, [*rest, axis])
         weights: list[fx.Node | None] = []
-        for branch, pair in zip(r.branches, pairs):
+        branches, thresholds = r.branches, None
+        if self.thresholds is not None and r.up is not None:
+            branches, pairs = (r.up,), pairs[1:]
+            thresholds = r.gate.vector(e, self.thresholds, e.size(pairs[0][0], 0))
+            thresholds = e.cast(thresholds, dtype)
+        for branch, pair in zip(branches, pairs):
             flat = is_flat(branch.program)  # not even a gradient of zeros
             weights += [e.method("detach", t) if t is not None and flat else t for t in pair]
         weights += [None] * (4 - len(weights))
@@ -142,8 +152,8 @@ class BlockMatch:
         more = [self.residual, self.popular, shift]
         op = e.call(
             own_operator("relu_ffn"),
-            x, *weights, downs.weight(e, dtype), None if r.tokens else down_bias, stat_weight,
-            render(r.gate.program), render(r.up.program) if r.up else "",
+            x, *weights, downs.weight(e, dtype), None if r.tokens else down_bias, stat_weight, thresholds,
+            *[render(b.program) for b in branches], *([""] if len(branches) == 1 else []),
             bool(statistics), any(s.of_neurons for s in statistics), *(more if any(more) else []),
         )  # fmt: skip
         y = downs.scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
@@ -276,12 +286,16 @@ class ReluFfn(Recogniser):
             shifted = shift_of(view, gate.linear.source, node, node)
         if shifted is not None and {*view.readers(shifted[0])} <= {*nodes}:
             nodes = matched_nodes(view, [*nodes, shifted[0]])
-        return BlockMatch(node, reading, one, others, at, nodes, saved, shifted=shifted)
+        thresholds = None if others.statistics else thresholds_of(reading)
+        return BlockMatch(
+            node, reading, one, others, at, nodes, saved, shifted=shifted, thresholds=thresholds
+        )
 
     def worth(self, match: BlockMatch | LayerMatch, view: GraphView) -> Worth:
         if isinstance(match, LayerMatch):
             return Worth(0.0, "what a fused layer activates cannot be counted")
         down, branches = match.reading.down, match.reading.branches
+        jumps = match.thresholds is not None
         neurons = expected(fake(down.source).shape[down.d_dim])
         width = expected(down.outputs)
         tokens = expected_elements(fake(down.source).shape) // max(1, neurons)
@@ -293,14 +307,14 @@ class ReluFfn(Recogniser):
             weight=neurons * width,
             width=width,
             bits=8 * dtype.itemsize,
-            branches=len(branches),
-            shared=int(len({b.linear.node for b in branches}) < len(branches)),
+            branches=1 if jumps else len(branches),
+            shared=int(not jumps and len({b.linear.node for b in branches}) < len(branches)),
             weighed=int(any(s.weight is not None for s, _ in match.others.statistics)),
             training=int(any(map(view.needs_grad, match.reading.inputs))),
         )
         given = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
         inputs, stats = given // max(1, tokens), bool(match.others.statistics)
-        if may_take_popular(dtype, neurons, inputs, stats):
+        if not jumps and may_take_popular(dtype, neurons, inputs, stats):
             return worth
         return dataclasses.replace(worth, apart=None)
 

@@ -299,7 +299,7 @@ def residual_of_a_block(mesh: DeviceMesh) -> None:
     """Spread over the tokens only: over the neurons everybody would add it."""
     block, (x, gate, up, down) = ops_of(mesh)["relu_ffn"]
     with_residual = lambda x, gate, up, down, r: torch.ops.sparse_inductor.relu_ffn(
-        x, gate, None, up, None, down, None, None, "relu", "", False, False, r
+        x, gate, None, up, None, down, None, None, None, "relu", "", False, False, r
     )[0]
     r = torch.randn_like(x)
     with torch.no_grad():

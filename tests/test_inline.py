@@ -127,7 +127,9 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
 
     def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         op = torch.ops.sparse_inductor.relu_ffn
-        y, numbers, _ = op(x, gate, None, up, None, down, None, None, "relu", "", stats, False)
+        y, numbers, _ = op(
+            x, gate, None, up, None, down, None, None, None, "relu", "", stats, False
+        )
         assert numbers.shape == (4 if stats else 0, tokens) and numbers.dtype == torch.float32
         return y, numbers
 
@@ -157,7 +159,7 @@ def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(u
     draw = lambda *shape: torch.randn(*shape, dtype=dtype).div_(4).requires_grad_()
     x, gate, down, bias = draw(3, 5, 16), draw(24, 16), draw(8, 24), draw(24)
     ups = (None, None) if up is None else (draw(24, 16), None)
-    tensors = [x, gate, bias, *ups, down, None, draw(24)]
+    tensors = [x, gate, bias, *ups, down, None, draw(24), None]
     learned = [t for t in tensors if t is not None]
     steps = "relu | square", up or ""
     found = []

@@ -624,8 +624,14 @@ def test_every_row_can_be_reached():
                 assert any(narrower), (earlier, row)
 
 
-@pytest.mark.parametrize(("gated", "below"), [(False, 0), (True, 0.008)])
-def test_both_factors_of_one_product_are_no_gated_block(gated, below, monkeypatch):
+@pytest.mark.parametrize(
+    ("gated", "below", "note"),
+    [
+        (False, 0.007, "as it is above a threshold of every neuron"),
+        (True, 0.008, "gate is above 0, up as it is"),
+    ],
+)
+def test_a_projection_above_thresholds_is_no_gated_block(gated, below, note, monkeypatch):
     """JumpReLU multiplies one product by whether it is above the threshold of a neuron."""
     from sparse_inductor.patterns import relu_ffn
 
@@ -648,3 +654,7 @@ def test_both_factors_of_one_product_are_no_gated_block(gated, below, monkeypatc
     with sparse_inductor.enabled(only="relu_ffn", policy="auto"), torch.no_grad():
         compile_without_codegen(block)(torch.randn(4, 8))
     assert [worth.below for worth in found] == [below]
+    with sparse_inductor.enabled(only="relu_ffn", policy="always"), torch.no_grad():
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(compile_without_codegen(lambda x: block(x))(x), block(x))
+    assert [r.note for r in sparse_inductor.report().rewrites] == [note]

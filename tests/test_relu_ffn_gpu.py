@@ -238,7 +238,7 @@ def test_a_graph_of_512_tokens_trains_the_block_as_it_was_written():
         x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
         op = torch.ops.sparse_inductor.relu_ffn
-        return op(x, gate, None, up, None, down, None, None, "relu", "", False, False)[0]
+        return op(x, gate, None, up, None, down, None, None, None, "relu", "", False, False)[0]
 
     sizes = (512, 64), (256, 64), (256, 64), (64, 256)
     mine = [torch.randn(*size, device="cuda").requires_grad_() for size in sizes]

@@ -34,10 +34,10 @@ def weights(dtype=torch.float64, gated=True, bias=True, N=N, requires_grad=False
     }
 
 
-def arguments(x, w, stats, *more, stat_weight=None):
+def arguments(x, w, stats, *more, stat_weight=None, thresholds=None):
     """Of the operators; with statistics the counts, too."""
     order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    return (x, *(w[k] for k in order), stat_weight, "relu", "", stats, stats, *more)
+    return (x, *(w[k] for k in order), stat_weight, thresholds, "relu", "", stats, stats, *more)
 
 
 def dense(x, w, f=F.relu, g=lambda u: u):
@@ -114,6 +114,27 @@ def test_a_shift(gated, of_x, bias):
     found = [[y, *torch.autograd.grad(y.square().sum(), leaves)] for y in (got, want)]
     torch.testing.assert_close(*found)
     torch.testing.assert_close(relu_ffn(x.detach(), **w, shift=shift.detach()), want)
+
+
+@pytest.mark.parametrize("M", [0, 1, 4, 40])
+@pytest.mark.parametrize("steps", ["", "relu | square"])
+def test_thresholds(M, steps):
+    x, w = tokens(M, requires_grad=True), weights(gated=False, requires_grad=True)
+    thresholds = torch.linspace(-0.5, 1.0, N, dtype=x.dtype, requires_grad=True)
+    f = lambda z: torch.where(z > thresholds, run(parse(steps), z), 0.0)
+    got, want = relu_ffn(x, **w, gate_steps=steps, thresholds=thresholds), dense(x, w, f)[0]
+    torch.testing.assert_close(got, want)
+    leaves = [x, *(t for t in w.values() if t is not None)]
+    found = [
+        torch.autograd.grad(y.square().sum(), [*leaves, thresholds], allow_unused=True)
+        for y in (got, want)
+    ]
+    assert found[0][-1] is None
+    torch.testing.assert_close(*(grads[:-1] for grads in found))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            relu_ffn(x, **w, gate_steps=steps, thresholds=thresholds), want.detach()
+        )
 
 
 def test_gradients_lie_as_the_weights():
@@ -207,15 +228,19 @@ def test_low_precision_is_as_close_to_the_truth_as_the_dense_block(dtype):
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("given", ["nothing", "stats", "popular", "residual", "shift"])
+@pytest.mark.parametrize(
+    "given", ["nothing", "stats", "popular", "residual", "shift", "thresholds"]
+)
 def test_opcheck(train, given):
-    w = weights(dtype=torch.float32, requires_grad=train)
+    w = weights(dtype=torch.float32, gated=given != "thresholds", requires_grad=train)
     x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
+    thresholds = torch.randn(N) if given == "thresholds" else None
     r = torch.randn(2, 3, D, requires_grad=train) if given == "residual" else None
     shift = torch.randn(K, requires_grad=train) if given == "shift" else None
     weight = torch.randn(N, requires_grad=train) if given == "stats" else None
     popular = 2 if given == "popular" else 0
-    args = arguments(x, w, given == "stats", r, popular, shift, stat_weight=weight)
+    more = r, popular, shift
+    args = arguments(x, w, given == "stats", *more, stat_weight=weight, thresholds=thresholds)
     torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
@@ -240,7 +265,7 @@ def test_the_backward_reads_popular_neurons_apart():
     """As kernels may have kept them: their entries are not among the packed ones."""
     ops, w, x = torch.ops.sparse_inductor, weights(), tokens(5)
     call = arguments(x, w, False)
-    wanted = [True] * 8, [False] * 3
+    wanted = [True] * 9, [False] * 3
     y, stats, _, count, index, gates, ups, found, *_ = ops.relu_ffn_train(*call, 3)
     grad = torch.randn_like(y)
     everything = ops.relu_ffn_train(*call, 0)[3:]
@@ -306,6 +331,8 @@ def test_autocast():
         ({"residual": torch.zeros(2, D).half()}, TypeError, "residual must have the dtype of x"),
         ({"shift": torch.zeros(3)}, ValueError, "shift must be [6], got shape (3,)"),
         ({"stat_weight": torch.zeros(N)}, ValueError, "stat_weight is given without return_stats"),
+        ({"thresholds": torch.zeros(3)}, ValueError, "thresholds must be [20], got shape (3,)"),
+        ({"thresholds": torch.zeros(N)}, ValueError, "thresholds are given with up"),
         ({"return_counts": True}, ValueError, "return_counts is given without return_stats"),
         ({"stat_weight": torch.zeros(3), "return_stats": True}, ValueError, "stat_weight must be [20], got shape (3,)"),
         ({"gate_steps": "sigmoid"}, ValueError, "must be 0 up to some number, got 'sigmoid'"),

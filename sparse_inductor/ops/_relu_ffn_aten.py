@@ -28,7 +28,8 @@ _DECODE_ROWS, _DECODE_SHARE = 8, 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Weights and programs of a block. gate, up: [N, K]; down: [D, N]; `zero_threshold` as in `epilogue`."""
+    """Weights and programs of a block. gate, up: [N, K]; down: [D, N]; `zero_threshold` as in `epilogue`, or in its
+    place `thresholds` [N]."""
 
     gate: Tensor
     gate_bias: Tensor | None
@@ -39,10 +40,13 @@ class Block:
     f: Program
     g: Program
     zero_threshold: float
+    thresholds: Tensor | None = None
 
     def active(self, gate: Tensor) -> Tensor:
-        """Where the gate is above the zero threshold, or NaN. A comparison rounds a number to the tensor's dtype, and
-        zeros of a clamp at 0, which passes their gradient on, are to stay above it."""
+        """Where the gate is above its threshold, or NaN. A comparison rounds a number to the tensor's dtype, and zeros
+        of a clamp at 0, which passes their gradient on, are to stay above it."""
+        if self.thresholds is not None:
+            return ~(gate <= self.thresholds)
         at = self.zero_threshold
         if at and gate.element_size() == 2:
             info = torch.finfo(gate.dtype)
@@ -128,7 +132,7 @@ def _rows(
     elif packed is not None:
         _pack(b.active(gate), gate, up, packed, part)
         packed.count[part].masked_fill_(_not_finite(x), packed.cap + 1)
-    a = _inplace(b.f, b.wide(gate))
+    a = _activated(b, gate)
     h = a
     if up is not None:
         g = run(b.g, b.wide(up))
@@ -138,8 +142,11 @@ def _rows(
     return F.linear(h.to(x.dtype), b.down, b.down_bias)
 
 
-def _inplace(f: Program, y: Tensor) -> Tensor:
-    """f(y), the rectifier written over y: a chunk of activations is touched once less."""
+def _activated(b: Block, gate: Tensor) -> Tensor:
+    """f(gate), 0 where it is not active; a rectifier is written over it: a chunk is touched once less."""
+    y, f = b.wide(gate), b.f
+    if b.thresholds is not None:
+        return torch.where(b.active(gate), run(f, y), 0.0)
     if f and f[0].fn == "relu":
         y, f = y.relu_(), f[1:]
     return run(f, y)
@@ -148,6 +155,8 @@ def _inplace(f: Program, y: Tensor) -> Tensor:
 def _few(x: Tensor, gate: Tensor, columns: Tensor, b: Block) -> Tensor:
     """A few rows: only the weights of `columns`, the neurons active in any of them."""
     h = run(b.f, b.wide(gate.index_select(1, columns)))
+    if b.thresholds is not None:
+        h = torch.where(b.active(gate).index_select(1, columns), h, 0.0)
     if b.up is not None:
         bias = None if b.up_bias is None else b.up_bias.index_select(0, columns)
         up = F.linear(x, b.up.index_select(0, columns), bias)

@@ -54,8 +54,9 @@ from ._sharding import Dims, Rule, dims
 
 _INPUTS = (
     "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
-    " Tensor? stat_weight, str gate_steps, str up_steps, bool stats, bool counts"
+    " Tensor? stat_weight, Tensor? thresholds, str gate_steps, str up_steps, bool stats, bool counts"
 )
+_SETTINGS = 13  # the number of these
 _PACKED = (
     "Tensor count, Tensor index, Tensor gates, Tensor ups,"
     " Tensor popular, Tensor popular_gates, Tensor popular_ups"
@@ -64,8 +65,8 @@ _lib = define(
     f"relu_ffn({_INPUTS}, Tensor? residual=None, int popular=0, Tensor? shift=None) -> (Tensor, Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}, int popular=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[8] needs, bool[3] turned)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[9] needs, bool[3] turned)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -75,7 +76,7 @@ def relu_ffn(
     x: Tensor, gate: Tensor, down: Tensor, up: Tensor | None = None, *,
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[False] = False, residual: Tensor | None = None,
-    popular: int = 0, shift: Tensor | None = None,
+    popular: int = 0, shift: Tensor | None = None, thresholds: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def relu_ffn(
@@ -110,6 +111,7 @@ def relu_ffn(
     residual: Tensor | None = None,
     popular: int = 0,
     shift: Tensor | None = None,
+    thresholds: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """A feed-forward block whose hidden activations are mostly zeros (TwELL, section 3).
 
@@ -135,6 +137,9 @@ def relu_ffn(
             statistics; elsewhere it changes nothing.
         shift: [K] or None, subtracted from `x`. Where `x` needs no gradient, that of `shift` costs a product with a
             vector.
+        thresholds: [N] or None. A neuron is active where its gate projection is above its threshold, and 0 elsewhere,
+            whatever `gate_steps` makes of it, as in JumpReLU. Without `up`, statistics and popular neurons; no gradient
+            goes to the thresholds.
 
     Returns:
         y [..., D], or (y, stats) or (y, stats, counts). stats [4 or 5, ...] in fp32 (fp64 for fp64): of f(gate(x)) the
@@ -143,16 +148,18 @@ def relu_ffn(
 
     Raises:
         ValueError: shapes, steps or a number of neurons that do not fit, naming the offending value; `stat_weight` or
-            `return_counts` without `return_stats`.
+            `return_counts` without `return_stats`; `thresholds` with what it goes without.
         TypeError: a dtype that is not accepted.
     """
     if not return_stats and (stat_weight is not None or return_counts):
         given = "return_counts" if stat_weight is None else "stat_weight"
         raise ValueError(f"{given} is given without return_stats")
-    x, *weights, shift = as_autocast(x, gate, gate_bias, up, up_bias, down, down_bias, shift)
+    x, *weights, thresholds, shift = as_autocast(
+        x, gate, gate_bias, up, up_bias, down, down_bias, thresholds, shift
+    )
     settings = gate_steps, up_steps, return_stats, return_counts
     y, stats, counts = torch.ops.sparse_inductor.relu_ffn(
-        x, *weights, stat_weight, *settings, residual, popular, shift
+        x, *weights, stat_weight, thresholds, *settings, residual, popular, shift
     )
     return (y, stats, counts) if return_counts else (y, stats) if return_stats else y
 
@@ -167,20 +174,22 @@ def capacity(N: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
+def _programs(gate_steps: str, up_steps: str, jumps: bool) -> tuple[Program, Program, float]:
+    """(f, g, the number up to which f is 0, which is nowhere asked for where a neuron `jumps` at its threshold)."""
     f, g = parse(gate_steps), parse(up_steps)
     for name, program in (("gate_steps", f), ("up_steps", g)):
         rows = [s.fn for s in program if s.fn in ROW]
         if rows:
             raise ValueError(f"{name} takes no row operands, got {rows[0]!r}")
-    at = zero_threshold(f)
+    at = -math.inf if jumps else zero_threshold(f)
     if at is None:
         raise ValueError(f"gate_steps must be 0 up to some number, got {gate_steps!r}")
     return f, g, at
 
 
 def _check(
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, *, residual=None, popular=0, shift=None
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds, *,
+    residual=None, popular=0, shift=None,
 ) -> None:  # fmt: skip
     """Raises the errors that `relu_ffn` documents."""
     if x.dim() < 1:
@@ -196,7 +205,12 @@ def _check(
         raise ValueError("up_bias is given without up")
     if down.dim() != 2 or differ(down.shape[1], N):
         raise ValueError(f"down must be [D, N] with N = {N}, got shape {tuple(down.shape)}")
-    of_neurons = (("gate_bias", gate_bias), ("up_bias", up_bias), ("stat_weight", stat_weight))
+    of_neurons = (
+        ("gate_bias", gate_bias),
+        ("up_bias", up_bias),
+        ("stat_weight", stat_weight),
+        ("thresholds", thresholds),
+    )
     others = (("down_bias", down_bias, down.shape[0]), ("shift", shift, x.shape[-1]))
     for name, t, n in (*((name, t, N) for name, t in of_neurons), *others):
         if t is not None and (t.dim() != 1 or differ(t.shape[0], n)):
@@ -210,8 +224,10 @@ def _check(
         raise ValueError(f"popular must be 0 to N / 2 = {N // 2}, got {popular}")
     check_floats(
         "x", x, gate=gate, gate_bias=gate_bias, up=up, up_bias=up_bias, down=down, down_bias=down_bias,
-        residual=residual, shift=shift,
+        residual=residual, shift=shift, thresholds=thresholds,
     )  # fmt: skip
+    if thresholds is not None and (up is not None or popular):
+        raise ValueError(f"thresholds are given with {'up' if up is not None else 'popular'}")
     if stat_weight is not None and stat_weight.dtype != torch.float32:
         check_floats("x", x, stat_weight=stat_weight)
 
@@ -229,9 +245,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _block(tensors: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
     """tensors: x, the weights and biases, and what else follows them."""
-    gate, gate_bias, up, up_bias, down, down_bias = tensors[1:7]
-    f, g, at = _programs(gate_steps, up_steps)
-    return aten.Block(gate, gate_bias, up, up_bias, down, down_bias, f, g, at)
+    gate, gate_bias, up, up_bias, down, down_bias, _, thresholds = tensors[1:9]
+    f, g, at = _programs(gate_steps, up_steps, thresholds is not None)
+    thresholds = None if thresholds is None else thresholds.contiguous()
+    return aten.Block(gate, gate_bias, up, up_bias, down, down_bias, f, g, at, thresholds)
 
 
 def _empty_statistics(x: Tensor, weight, N, stats: bool, counts: bool) -> tuple[Tensor, Tensor]:
@@ -264,11 +281,13 @@ def _given(rest: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 def _run(train, *call):
     """(y, statistics, counts, what is packed)."""
-    *tensors, gate_steps, up_steps, stats, counts = call[:12]
-    residual, popular, shift = _given(call[12:])
+    *tensors, gate_steps, up_steps, stats, counts = call[:_SETTINGS]
+    residual, popular, shift = _given(call[_SETTINGS:])
     _check(*tensors, residual=residual, popular=popular, shift=shift)
     block = _block(tensors, gate_steps, up_steps)
-    x, weight = tensors[0], tensors[-1]
+    x, weight, thresholds = tensors[0], *tensors[-2:]
+    if stats and thresholds is not None:
+        raise ValueError("thresholds are given with return_stats")
     lead = x.shape[:-1]
     flat = as_rows(x if shift is None else x - shift)
     N, gated = block.gate.shape[0], block.up is not None
@@ -295,7 +314,7 @@ def _infer(*call):
 
 
 def _train(*call):
-    y, numbers, active, p = _run(True, *call[:12], None, *call[12:])
+    y, numbers, active, p = _run(True, *call[:_SETTINGS], None, *call[_SETTINGS:])
     return y, numbers, active, *_fields(p)
 
 
@@ -304,10 +323,10 @@ def _fields(p: aten.Packed) -> tuple[Tensor, ...]:
 
 
 def _backward(grad, d_stats, *call):
-    *tensors, gate_steps, up_steps, stats, _ = call[:12]
-    *fields, needs, turned = call[12:]
+    *tensors, gate_steps, up_steps, stats, _ = call[:_SETTINGS]
+    *fields, needs, turned = call[_SETTINGS:]
     block = _block(tensors, gate_steps, up_steps)
-    x, weight = tensors[0], tensors[-1]
+    x, weight = tensors[0], tensors[7]
     flat = as_rows(x)
     dy = as_rows(grad)
     d_numbers = d_stats.reshape(len(d_stats), -1) if stats else None
@@ -319,7 +338,7 @@ def _backward(grad, d_stats, *call):
             grads = kernel.backward(dy, d_numbers, weight, flat, block, packed, needs, turned)
         else:
             grads = aten.backward(dy, d_numbers, weight, flat, block, packed, needs, turned)
-    dx, *others = returned(grads, x)
+    dx, *others = returned([*grads, None], x)  # none of the thresholds
     return dx.view(x.shape) if needs[0] else dx, *others
 
 
@@ -342,10 +361,10 @@ class _ReluFfn(torch.autograd.Function):
     @first_order("relu_ffn")
     def backward(ctx, grad, d_stats, _):
         saved = ctx.saved_tensors
-        tensors, packed = saved[:8], saved[8:]
+        tensors, packed = saved[:9], saved[9:]
         x, gate, gate_bias, up, _, down, *_ = tensors
         for_shift, *wanted = ctx.needs_input_grad[2:]
-        needs = list(wanted)
+        needs = [*wanted[:-1], False]
         if for_shift and not needs[0]:
             # The sum over all tokens of what a neuron gives the gradient of x: that of its bias times its weights.
             by_bias = gate_bias is not None and up is None
@@ -361,12 +380,12 @@ class _ReluFfn(torch.autograd.Function):
         d_shift = None
         if for_shift:
             d_shift = -as_rows(grads[0]).sum(0) if needs[0] else -torch.mv(gate.t(), grads[2])
-        return None, None, d_shift, *(g if n else None for g, n in zip(grads, wanted))
+        return None, None, d_shift, *(g if n else None for g, n in zip(grads, needs))
 
 
 def _autograd(*call):
-    *tensors, gate_steps, up_steps, stats, counts = call[:12]
-    residual, popular, shift = _given(call[12:])
+    *tensors, gate_steps, up_steps, stats, counts = call[:_SETTINGS]
+    residual, popular, shift = _given(call[_SETTINGS:])
     outside_transforms("relu_ffn", *tensors, residual, shift)
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*tensors, residual, shift)
@@ -418,9 +437,12 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
 
 def _dense(x, weights, gate_steps, up_steps, stats, counts):
     """(y, statistics, counts), of ATen's operators."""
-    block, weight = _block((x, *weights), gate_steps, up_steps), weights[-1]
+    block, weight = _block((x, *weights), gate_steps, up_steps), weights[6]
     with autocast_off(x.device.type):
-        h = a = run(block.f, block.wide(F.linear(x, block.gate, block.gate_bias)))
+        gate = F.linear(x, block.gate, block.gate_bias)
+        h = a = run(block.f, block.wide(gate))
+        if block.thresholds is not None:
+            h = a = torch.where(block.active(gate), a, 0.0)
         if block.up is not None:
             h = a * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
         y = F.linear(h.to(x.dtype), block.down, block.down_bias)
@@ -435,26 +457,27 @@ def _dense(x, weights, gate_steps, up_steps, stats, counts):
 
 
 def _fake(
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, gate_steps, up_steps, stats, counts,
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds, gate_steps, up_steps, stats, counts,
     residual=None, popular=0, shift=None,
 ):  # fmt: skip
-    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight)
+    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds)
     _check(*tensors, residual=residual, popular=popular, shift=shift)
-    _programs(gate_steps, up_steps)
+    _programs(gate_steps, up_steps, thresholds is not None)
     numbers = _empty_statistics(x, stat_weight, gate.shape[0], stats, counts)
     return x.new_empty(*x.shape[:-1], down.shape[0]), *numbers
 
 
 def _fake_train(
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, gate_steps, up_steps, stats, counts, popular=0
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds, gate_steps, up_steps, stats, counts,
+    popular=0,
 ):  # fmt: skip
-    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight)
+    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds)
     found = _fake(*tensors, gate_steps, up_steps, stats, counts, popular=popular)
     return *found, *_fields(_empty_packed(x, gate.shape[0], up is not None, popular))
 
 
 def _fake_backward(grad, d_stats, *call):
-    tensors, (needs, turned) = call[:8], call[-2:]
+    tensors, (needs, turned) = call[:9], call[-2:]
     found = list(fake_gradients(tensors, needs, tensors[0]))
     for i, by_columns in zip((1, 3, 5), turned):
         if by_columns and needs[i]:
@@ -466,14 +489,14 @@ def _fake_backward(grad, d_stats, *call):
 
 
 def _shared(*args) -> Rule:
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight = args[:8]
+    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds = args[:9]
     tokens: Dims = ("T",) + ("",) * (x.dim() - 2) if x.dim() > 1 else ()
     packed: Dims = ("TN", "")
-    counts: Dims = ("N",) if args[11] else ("",)
+    counts: Dims = ("N",) if args[_SETTINGS - 1] else ("",)
     return Rule(
         (
             (*tokens, ""), dims(gate, "N."), dims(gate_bias, "N"), dims(up, "N."), dims(up_bias, "N"),
-            dims(down, ".N"), dims(down_bias, "."), dims(stat_weight, "N"),
+            dims(down, ".N"), dims(down_bias, "."), dims(stat_weight, "N"), dims(thresholds, "N"),
         ),
         ((*tokens, ""), ("", *tokens), counts, ("TN",), *(packed,) * 3, ("TN",), packed, packed),
         ("T", "N") if down_bias is None else ("T",),  # a bias would be added by everybody
@@ -483,7 +506,7 @@ def _shared(*args) -> Rule:
 
 def _shared_inference(*args) -> Rule:
     rule = _shared(*args)
-    residual, _, shift = _given(args[12:])
+    residual, _, shift = _given(args[_SETTINGS:])
     if residual is not None:
         rule = dataclasses.replace(rule, inputs=(*rule.inputs, rule.outputs[0]), ways=("T",))
     return dataclasses.replace(rule, inputs=(*rule.inputs, dims(shift, ".")))

@@ -156,13 +156,17 @@ TABLE: Sequence[Row] = (
     # Feed-forward blocks. weight: elements of the down projection; shared: whether both factors are of one product;
     # weighed: whether the activations, each times a number of its neuron, are added up, too.
     Row(
-        "relu_ffn", "sm90", 0, "both factors of one product, as in JumpReLU: 1.0x at 0.3 % active on an H100",
+        "relu_ffn", "sm90", 0, "both factors of one product: 1.0x at 0.3 % active on an H100",
         "2026-11-27", least={"shared": 1},
     ),
     Row(
-        "relu_ffn", "sm90", 0,
-        "training with a weighted sum of the activations: 1.06x and 1.23x at 0.3 % active on an H100, for twice the"
-        " memory and more", "2026-11-27", least={"weighed": 1, "training": 1},
+        "relu_ffn", "sm90", 0.005,
+        "training with a weighted sum of the activations: 1.9x to 2.0x at 0.3 % active on an H200", "2026-11-29",
+        least={"weighed": 1, "training": 1, "tokens": 4096, "weight": 18 * _MILLION},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0, "training with a weighted sum of the activations: not measured at this size",
+        "2026-11-29", least={"weighed": 1, "training": 1},
     ),
     Row(
         "relu_ffn", "sm90", 0, "products this small: 0.57x to 0.9x at every density on an H100",
@@ -219,6 +223,10 @@ TABLE: Sequence[Row] = (
     Row(
         "relu_ffn", "sm90", 0.007, "training, plain: 1.30x to 1.32x at 0.6 % active, 1.09x at 0.8 % on an H100",
         "2026-11-28", least={"tokens": 8192}, apart=0.0095,
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.005, "training, plain: 1.5x at 0.4 % active on an H200", "2026-11-29",
+        least={"tokens": 4096, "weight": 18 * _MILLION}, most={"branches": 1},
     ),
     Row(
         "relu_ffn", "sm90", 0.0075, "training, gated: 1.41x to 1.50x at 0.6 % active, 1.18x at 0.8 % on an H100",

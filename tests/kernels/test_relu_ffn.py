@@ -251,6 +251,18 @@ def test_weights_that_lie_by_columns(share):
     check_backward(x, b, turned=(True,) * 3)
 
 
+@pytest.mark.parametrize("share", [0.05, heavy(0.5)])
+@pytest.mark.parametrize("few", [0, 50])
+def test_thresholds_of_the_neurons(monkeypatch, share, few):
+    """Packed rows, rows that overflow, rows too few to pack."""
+    monkeypatch.setattr(kernel, "FEW", few)
+    x, b = make(9, gated=False, share=share, steps="mul(2.0)")
+    b = dataclasses.replace(b, thresholds=torch.linspace(-0.2, 0.4, 72, device=DEVICE))
+    check_forward(x, b, stats=False)
+    check_forward(x, b, stats=False, train=False)
+    check_backward(x, b, stats=False)
+
+
 def test_backward_of_programs():
     check_backward(*make(8, steps="relu | square", up_steps="relu"), stats=False)
     check_backward(*make(8, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))

@@ -96,7 +96,7 @@ def backward(
         rest = listed.Listed.of(packed.count[part], cap)
         made = listed.gradients(
             x[part], dy[part], (gate, b.gate_bias), None if up is None else (up, b.up_bias), b.down,
-            numbers, weight, rest, b.f, b.g, b.zero_threshold,
+            numbers, weight, rest, b.f, b.g, b.zero_threshold, b.thresholds,
         )  # fmt: skip
         if dx is not None:
             second = None if up is None or made[1] is None else (made[1], up.t())

@@ -13,6 +13,7 @@ import triton.language as tl
 from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 from .dots import slopes
+from .packing import inactive
 
 if TYPE_CHECKING:
     from .forward import Block
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
 @relaunched
 @triton.jit
 def _hidden_kernel(
-    gate, up, elements, THRESHOLD, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, BLOCK: tl.constexpr
+    gate,
+    up,
+    thresholds,
+    elements,
+    N,
+    THRESHOLD,
+    F_STEPS: tl.constexpr,
+    G_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """gate = f(gate) * g(up), in place, BLOCK elements a program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +39,8 @@ def _hidden_kernel(
     h = evaluate(g, F_STEPS)
     if up is not None:
         h = h * evaluate(tl.load(up + i, mask=mask, other=0.0).to(tl.float32), G_STEPS)
-    tl.store(gate + i, tl.where(g <= THRESHOLD, 0.0, h).to(gate.dtype.element_ty), mask=mask)
+    off = inactive(g, i % N, mask, THRESHOLD, thresholds)
+    tl.store(gate + i, tl.where(off, 0.0, h).to(gate.dtype.element_ty), mask=mask)
 
 
 @relaunched
@@ -39,7 +49,9 @@ def _slopes_kernel(
     gate,
     up,
     dh,
+    thresholds,
     elements,
+    N,
     THRESHOLD,
     F_STEPS: tl.constexpr,
     G_STEPS: tl.constexpr,
@@ -54,7 +66,7 @@ def _slopes_kernel(
         u = tl.load(up + i, mask=mask, other=0.0).to(tl.float32)
     gradient = tl.load(dh + i, mask=mask, other=0.0).to(tl.float32)
     dg, du, h = slopes(g, u, gradient, 0.0, 0.0, F_STEPS, G_STEPS, up is not None)
-    off = g <= THRESHOLD
+    off = inactive(g, i % N, mask, THRESHOLD, thresholds)
     tl.store(gate + i, tl.where(off, 0.0, dg).to(gate.dtype.element_ty), mask=mask)
     if up is not None:
         tl.store(up + i, tl.where(off, 0.0, du).to(gate.dtype.element_ty), mask=mask)
@@ -68,7 +80,9 @@ def _launch(kernel, tensors: Sequence[torch.Tensor | None], b: Block) -> None:
     block = 1024 if first.is_cuda else 64
     kernel[(triton.cdiv(first.numel(), block),)](
         *tensors,
+        b.thresholds,
         first.numel(),
+        first.shape[1],
         b.zero_threshold,
         F_STEPS=encode(b.f),
         G_STEPS=encode(b.g),

@@ -50,6 +50,8 @@ class Block(Protocol):
     def g(self) -> Program: ...
     @property
     def zero_threshold(self) -> float: ...
+    @property
+    def thresholds(self) -> torch.Tensor | None: ...
 
 
 class Packed(Protocol):
@@ -122,7 +124,8 @@ def forward(
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
     x = x if x.stride(1) == 1 else x.contiguous()
-    if packed is None and stats is None and decode.applies(x, b):
+    plain = packed is None and stats is None and b.thresholds is None
+    if plain and decode.applies(x, b):
         return decode.forward(x, b, y, residual)
     if residual is not None:
         return forward(x, b, stats, packed, cap, neurons=neurons).add_(residual)
@@ -136,7 +139,7 @@ def forward(
         # Among so many, one or two with more active neurons than usual are expected, and a tile just for them would
         # take longer than to gather for them.
         cap *= 2
-    with_bitmask = hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
+    with_bitmask = b.thresholds is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
     # Nothing lies between the dot products and the weighted rows, which take rows as they come.
     follows = up is not None and stats is None and dot_rows.follows(x, up)
     table = common = keep = None
@@ -183,7 +186,14 @@ def forward(
             )
         overflow = count.new_empty(m)
         packing = packer.pack(
-            gate, bitmask, (count, index, value), overflow, state, b.zero_threshold, keep
+            gate,
+            bitmask,
+            (count, index, value),
+            overflow,
+            state,
+            b.zero_threshold,
+            keep,
+            b.thresholds,
         )
         rest = listed.Listed(overflow, state[packer.LENGTH.value :], state[packer.ARRIVED.value :])
         h, steps = value, b.f
@@ -203,7 +213,7 @@ def forward(
             count, index, h, table, y[part],
             steps=steps, bias=b.down_bias, state=state, onto=onto, ready=ready,
         )  # fmt: skip
-        listed.hidden(x[part], up, b.up_bias, gate, rest, b.f, b.g, b.zero_threshold)
+        listed.hidden(x[part], up, b.up_bias, gate, rest, b.f, b.g, b.zero_threshold, b.thresholds)
         listed.product(gate, b.down, y[part], rest, bias=b.down_bias)
         if wanted is not None:
             statistics.of_listed(gate, wanted, rest, hidden=True)

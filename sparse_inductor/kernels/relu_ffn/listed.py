@@ -22,7 +22,7 @@ from ..common.pdl import pdl_options, wait_for_previous
 from ..common.tile_order import tile_at
 from ..common.tiles import sizes_of
 from .dots import slopes
-from .packing import overflow_rows
+from .packing import inactive, overflow_rows
 
 # Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
 # figures, and a tile alone would take as long as a whole wave of them.
@@ -135,7 +135,7 @@ def _projection(
 @relaunched
 @triton.jit
 def _hidden_kernel(
-    x, up, bias, gate, rows, length, M, N, stride_x, stride_un, stride_uk, THRESHOLD, K: tl.constexpr,
+    x, up, bias, gate, thresholds, rows, length, M, N, stride_x, stride_un, stride_uk, THRESHOLD, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,8 @@ def _hidden_kernel(
         h = evaluate(g, F_STEPS)
         if up is not None:
             h = h * evaluate(u, G_STEPS)
-        tl.store(at, tl.where(g <= THRESHOLD, 0.0, h).to(gate.dtype.element_ty), mask=mask)
+        off = inactive(g, n[None, :], in_n[None, :], THRESHOLD, thresholds)
+        tl.store(at, tl.where(off, 0.0, h).to(gate.dtype.element_ty), mask=mask)
 
 
 def hidden(
@@ -168,10 +169,11 @@ def hidden(
     f: Program,
     g: Program,
     threshold: float,
+    thresholds: torch.Tensor | None,
 ) -> None:
     """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
     _hidden_kernel[(programs_of(x),)](
-        x, up, bias, gate, listed.rows, listed.length,
+        x, up, bias, gate, thresholds, listed.rows, listed.length,
         *gate.shape, x.stride(0), *_strides(up), threshold, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x), **_tile_of(x, "relu_ffn/projections"),
     )  # fmt: skip
@@ -180,7 +182,7 @@ def hidden(
 @relaunched
 @triton.jit
 def _gradients_kernel(
-    x, dy, gate, gate_bias, up, up_bias, down, d_stats, weight, d_gate, d_up, hidden, rows, length,
+    x, dy, gate, gate_bias, up, up_bias, down, d_stats, weight, thresholds, d_gate, d_up, hidden, rows, length,
     M, N, stride_x, stride_y, stride_gn, stride_gk, stride_un, stride_uk, stride_dn, stride_dd, stride_s, THRESHOLD,
     K: tl.constexpr, D: tl.constexpr, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -214,7 +216,7 @@ def _gradients_kernel(
             w = tl.load(weight + n, mask=in_n, other=0.0).to(tl.float32)
             dh += tl.load(d_stats + 4 * stride_s + row)[:, None] * w[None, :]
         dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, up is not None)
-        off = g <= THRESHOLD
+        off = inactive(g, n[None, :], in_n[None, :], THRESHOLD, thresholds)
         at = row[:, None] * N + n[None, :]
         mask = in_m[:, None] & in_n[None, :]
         tl.store(d_gate + at, tl.where(off, 0.0, dg).to(dtype), mask=mask)
@@ -235,6 +237,7 @@ def gradients(
     f: Program,
     g: Program,
     threshold: float,
+    thresholds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(d gate, d up, h), [M, N] each, of the listed rows; what the other rows hold is left open.
 
@@ -245,8 +248,8 @@ def gradients(
     d_up = None if up is None else torch.empty_like(h)
     up_weight, up_bias = up or (None, None)
     _gradients_kernel[(programs_of(x),)](
-        x, dy, *gate, up_weight, up_bias, down, d_stats, weight, d_gate, d_up, h, listed.rows, listed.length,
-        len(x), N, x.stride(0), dy.stride(0), *_strides(gate[0]), *_strides(up_weight),
+        x, dy, *gate, up_weight, up_bias, down, d_stats, weight, thresholds, d_gate, d_up, h,
+        listed.rows, listed.length, len(x), N, x.stride(0), dy.stride(0), *_strides(gate[0]), *_strides(up_weight),
         down.stride(1), down.stride(0), 0 if d_stats is None else d_stats.stride(0), threshold,
         x.shape[1], dy.shape[1], F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x),
         **_tile_of(x, "relu_ffn/projections"),

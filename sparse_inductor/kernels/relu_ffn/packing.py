@@ -77,6 +77,16 @@ def neuron_of(place):
 
 
 @triton.jit
+def inactive(g, n, there, THRESHOLD, thresholds):
+    """Whether gates, fp32, of neurons n are not above their threshold: that of all, or unless it is None `thresholds`
+    [N]. A NaN is active."""
+    at = tl.full([], THRESHOLD, tl.float32)
+    if thresholds is not None:
+        at = tl.load(thresholds + n, mask=there, other=0.0).to(tl.float32)
+    return g <= at
+
+
+@triton.jit
 def _list_row(
     count,
     overflow,
@@ -115,15 +125,15 @@ def _decide(state, rows, entries, M, ROW):
 @relaunched
 @triton.jit(do_not_specialize=["M", "ROW"])
 def _pack_kernel(
-    bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, THRESHOLD, ROW,
+    bitmask, keep, gate, thresholds, count, index, value, state, overflow, pieces,
+    M, N, words, THRESHOLD, ROW,
     NONZERO: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     WORDS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], unless keep [words] is None
-    of the bits in that, or if there is no bitmask of what is not <= THRESHOLD, with NONZERO of what is not 0. value:
+    of the bits in that, or if there is no bitmask of what is not `inactive`, with NONZERO of what is not 0. value:
     unless it is None, the gates of the entries."""
     wait_for_previous(PDL)
-    threshold = tl.full([], THRESHOLD, tl.float32)
     first = tl.program_id(0) * EACH
     entries = tl.zeros([], tl.int32)
     for m in range(first, tl.minimum(first + EACH, M)):
@@ -138,8 +148,12 @@ def _pack_kernel(
             else:
                 of_bits = w[:, None] * 32 + tl.arange(0, 32)[None, :]
                 below = 0.0 if NONZERO else float("-inf")
-                g = tl.load(gate + row * N + of_bits, mask=of_bits < N, other=below).to(tl.float32)
-                some = g != 0.0 if NONZERO else ~(g <= threshold)  # NaN is one
+                there = of_bits < N
+                g = tl.load(gate + row * N + of_bits, mask=there, other=below).to(tl.float32)
+                if NONZERO:
+                    some = g != 0.0
+                else:
+                    some = ~inactive(g, of_bits, there, THRESHOLD, thresholds)
                 bits = tl.sum(some.to(tl.int32) << tl.arange(0, 32)[None, :], 1)
             of_word = popcount(bits)
             here = tl.sum(of_word, 0)
@@ -181,10 +195,11 @@ def pack(
     state: torch.Tensor,
     threshold: float | None,
     keep: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous, of which `bitmask` says what is active, unless it is
     None: (state, pieces), for the row kernels. keep: of every row's bits those that are packed, unless all are.
-    threshold: None where what is not 0 is active.
+    threshold: None where what is not 0 is active. thresholds: [N], contiguous, in its place.
 
     overflow: [M], the rows that do not fit. state: of `new_state`, zeros.
     """
@@ -199,7 +214,8 @@ def pack(
         at_once = 2
     each = 1 if M <= FEW_ROWS else EACH
     _pack_kernel[(triton.cdiv(M, each),)](
-        bitmask, keep, gate, count, index, value, state, overflow, pieces, M, N, words, threshold or 0.0, dense_row(N),
+        bitmask, keep, gate, thresholds, count, index, value, state, overflow, pieces,
+        M, N, words, threshold or 0.0, dense_row(N),
         NONZERO=threshold is None, CAP=cap, PIECE=piece, PIECES=most,
         WORDS=min(at_once, triton.next_power_of_2(words)), EACH=each, **pdl_options(gate), num_warps=warps,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
 from ..chains.family import above
 from .branches import branches, merged, same_map, same_summand
-from .indicators import is_flat, said
+from .indicators import is_flat, lone, said
 
 # What makes one number of many, or of all tokens: what comes after it is no block of what came before.
 _OTHERS = frozenset(
@@ -98,6 +98,20 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     )
     rest = [b for i, b in enumerate(found) if i != at]
     return Reading(down, found[at], rest[0] if rest else None, factors, tokens)
+
+
+def thresholds_of(reading: Reading) -> Term | None:
+    """The thresholds of the neurons where a projection is compared with them and kept as it is above them, as in
+    JumpReLU: z * [z > t]."""
+    gate, up = reading.gate, reading.up
+    if up is None or gate.linear.node is not up.linear.node or lone(gate.program) != 0.0:
+        return None
+    terms = [[(term, scale) for term, _, scale in chain.folded] for chain in (gate, up)]
+    last, scale = terms[0][-1] if terms[0] else (None, 1.0)
+    same = terms[0][:-1] == terms[1] and (gate.moves, gate.rows) == (up.moves, up.rows)
+    if last is None or last.fn != "add" or (last.prepare, scale) != (-1.0, 1.0) or not same:
+        return None
+    return dataclasses.replace(last, prepare=None)
 
 
 def _check_tokens(view: GraphView, found: Sequence[Chain], tokens: Sequence[Factor]) -> None:
