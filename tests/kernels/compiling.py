@@ -10,6 +10,7 @@ from typing import Any
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
 
 from processes import ROOT, TESTS, python
 
@@ -36,6 +37,20 @@ def compiled(
     }
     source = of(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compiled_job(job: Any) -> None:
+    """Compile what `kernels.common.launch` would begin to compile for a Hopper GPU."""
+    kernel, types, constants = job.kernel, [], {}
+    given = dict(zip(kernel.arg_names, job.args)) | job.named
+    for p in kernel.params:
+        value = given.pop(p.name)
+        one = value is not True and value == 1 and not p.do_not_specialize
+        if p.is_constexpr or value is None or one:
+            constants[p.name] = value
+        else:
+            types.append("i32" if isinstance(value, int) else mangle_type(value))
+    compiled(kernel, types, constants, is_round=lambda name: False, **given)
 
 
 def run_compiled(file: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:

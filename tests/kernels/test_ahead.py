@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
-from compiling import run_compiled
+from compiling import compiled_job, run_compiled
 
 HEADS = [(2, 4, 2048, 64)] * 3
+AUTOENCODER = [(4096, 64), (64, 4096), (4096,), (4096, 64), (64,)]
 # Shapes, and kernels of a call and of its backward.
 CASES = {
     "splade_head": ([(16, 128, 64), (30522, 64), (30522,)], "_peak_kernel _hidden_rows"),
@@ -18,7 +20,12 @@ CASES = {
     "entmax_attention": (HEADS, "broad_kernel _output_kernel _rows_kernel _keys_kernel"),
     "entmax": ([(512, 64)], "_forward_kernel _backward_kernel"),
     "topk_encode": ([(512, 64), (1024, 64), (1024,)], "_top_kernel _outer_kernel"),
+    "counted": (AUTOENCODER, "_packed_kernel _listed_counts_kernel _by_neuron_kernel _sums_kernel"),
+    "jumps": (AUTOENCODER, "_pack_kernel _weighted_rows_kernel"),
+    "kept": (AUTOENCODER, "_pack_kernel _gradients_kernel _put_kernel"),
 }
+# Compiled here: the interpreter takes what the compiler does not. Others have tests of their own.
+COMPILED = ("relu_ffn", "topk_encode", "counted", "jumps", "kept")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +42,12 @@ def test_every_call_is_gone_through_to_its_end(begun):
     assert begun["cut off"] == []
 
 
+def test_kernels_compile(begun):
+    assert begun["fail to compile"] == []
+
+
 def main() -> None:
-    """Prints the names of the kernels that would be compiled."""
+    """Prints the names of the kernels that would be compiled, and which of them do not compile."""
     import logging
 
     import torch
@@ -51,24 +62,49 @@ def main() -> None:
     ahead.log.handlers[-1].emit = lambda record: cut_off.append(record.getMessage())
     layers.DEVICES = {"cpu"}
     torch.cuda.current_device, torch.cuda.is_available = lambda: 0, lambda: True
+
+    def counted(x, encoder, b, decoder, mean):
+        biases = {"gate_bias": b, "down_bias": mean}
+        y, stats, _ = ops.relu_ffn(
+            x, encoder.t(), decoder.t(), **biases, shift=mean,
+            return_stats=True, stat_weight=b, return_counts=True,
+        )  # fmt: skip
+        return y.sum(-1) + stats.sum(0)
+
+    def jumps(x, encoder, b, decoder, mean):
+        return ops.relu_ffn(x, encoder.t(), decoder.t(), gate_steps="", thresholds=b.detach())
+
+    def kept(x, encoder, b, decoder, mean):
+        f = ops.sparse_gradient_linear(x.detach(), encoder.t(), b, shift=mean).relu()
+        return ops.sparse_product(f, decoder, mean, masked=True)
+
     operators = {
+        "counted": counted,
+        "jumps": jumps,
+        "kept": kept,
         "splade_head": ops.splade_head,
         "relu_ffn": ops.relu_ffn,
         "entmax_attention": ops.entmax_attention,
         "entmax": lambda x: ops.entmax(x, 1.5, -1),
         "topk_encode": lambda x, weight, bias: ops.topk_encode(x, weight, bias, k=8)[0],
     }
-    found: dict[str, list[str]] = {}
+    begun: dict[str, dict[Any, Any]] = {name: {} for name in operators}
     with FakeTensorMode():
         for name, fn in operators.items():
-            names = found[name] = []
-            launch.begin = lambda jobs, to=names: to.extend(j.kernel.__name__ for j in jobs)
+            launch.begin = lambda jobs, to=begun[name]: to.update((job.key, job) for job in jobs)
             for training in (False, True):
                 like = {"dtype": torch.bfloat16, "requires_grad": training}
                 y = fn(*[torch.empty(shape, **like) for shape in CASES[name][0]])
                 if training:
                     y.sum().backward()
-    print(json.dumps({**found, "cut off": cut_off}))
+    failed = []
+    for job in {key: job for name in COMPILED for key, job in begun[name].items()}.values():
+        try:
+            compiled_job(job)
+        except Exception as error:
+            failed.append(f"{job.kernel.__name__}: {error}")
+    names = {name: [job.kernel.__name__ for job in jobs.values()] for name, jobs in begun.items()}
+    print(json.dumps({**names, "cut off": cut_off, "fail to compile": failed}))
 
 
 if __name__ == "__main__":

@@ -148,12 +148,12 @@ def _pack_kernel(
             else:
                 of_bits = w[:, None] * 32 + tl.arange(0, 32)[None, :]
                 below = 0.0 if NONZERO else float("-inf")
-                there = of_bits < N
-                g = tl.load(gate + row * N + of_bits, mask=there, other=below).to(tl.float32)
+                in_row = of_bits < N
+                g = tl.load(gate + row * N + of_bits, mask=in_row, other=below).to(tl.float32)
                 if NONZERO:
                     some = g != 0.0
                 else:
-                    some = ~inactive(g, of_bits, there, THRESHOLD, thresholds)
+                    some = ~inactive(g, of_bits, in_row, THRESHOLD, thresholds)
                 bits = tl.sum(some.to(tl.int32) << tl.arange(0, 32)[None, :], 1)
             of_word = popcount(bits)
             here = tl.sum(of_word, 0)
