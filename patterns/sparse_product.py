@@ -46,12 +46,12 @@ ENCODER = "sparse_inductor::sparse_gradient_linear"
 @dataclasses.dataclass
 class ProductMatch:
     """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads.
-    masked: they pass no gradient on where they are 0. shifted: of `shift_of`, for the encoder."""
+    rectified: what a ReLU makes them of. shifted: of `shift_of`, for the encoder."""
 
     linear: Linear
     op: str
     activations: fx.Node
-    masked: bool = False
+    rectified: fx.Node | None = None
     shifted: tuple[fx.Node, fx.Node, fx.Node] | None = None
     bytes_saved: int | None = 0
     pattern: str = NAME
@@ -72,7 +72,8 @@ class ProductMatch:
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         difference, *operands = self.shifted or (self.anchor,)
         reads = [(t, self.anchor) for t in (self.linear.source, *self.linear.read)]
-        return (*reads, *((t, difference) for t in operands))
+        rectified = [] if self.rectified is None else [(self.rectified, self.activations)]
+        return (*reads, *rectified, *((t, difference) for t in operands))
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -89,7 +90,9 @@ class ProductMatch:
         weight = e.cast(linear.weight(e), dtype)
         x, more = linear.linear_input(e), []
         if self.op == DECODER:
-            weight, more = e.method("t", weight), [self.masked]
+            weight = e.method("t", weight)
+            if self.rectified is not None and x is self.activations:
+                x, more = self.rectified, [True]
         elif self.shifted is not None and x is self.shifted[0]:
             _, x, shift = self.shifted
             more = [e.method("reshape", shift, (-1,)) if fake(shift).dim() != 1 else shift]
@@ -113,8 +116,9 @@ class SparseProduct(Recogniser):
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
         if (found := _decoder(view, node)) is not None:
             source = found[0].source
-            masked = view.name_of(view.value(source, node) or source) == "relu"
-            return _checked(ProductMatch(found[0], DECODER, source, masked), view)
+            return _checked(
+                ProductMatch(found[0], DECODER, source, _rectified(view, source, node)), view
+            )
         for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
             if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):
                 continue
@@ -130,6 +134,16 @@ class SparseProduct(Recogniser):
         other = match.anchor if match.op == DECODER else match.linear.source
         sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
         return look_up(NAME, fake(match.anchor).device, **sizes)
+
+
+def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Node | None:
+    """What activations are the ReLU of, as it is there still where the decoder reads them."""
+    call = view.call(activations)
+    if call.name != "relu" or call.inplace or view.value(activations, anchor) is not activations:
+        return None
+    z = call["input"]
+    there = view.is_tensor(z) and not view.effects.changes(z, activations, anchor)
+    return z if there and fake(z).dtype == fake(activations).dtype else None
 
 
 @remembered

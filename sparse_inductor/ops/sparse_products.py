@@ -7,7 +7,7 @@ that the program makes whole, since it returns them, and the gradient that comes
 Whatever lies between z and f is the program's own: a rectifier, thresholds with a gradient of their own, the largest of
 a whole batch. Dispatcher operators:
 
-    sparse_product             the decoder. The gradient of f is a dense product, unless it is not wanted where f is 0
+    sparse_product             the decoder. The gradient of f is a dense product, that of what a ReLU makes f of is not
     sparse_gradient_linear     the encoder, a dense product, whose gradients are those below
     sparse_entries             the entries of h [M, N], packed
     sparse_matmul              h W
@@ -41,7 +41,7 @@ from ._sharding import Rule, dims, whole
 
 _ENTRIES = "Tensor count, Tensor index, Tensor values"
 _lib = define(
-    "sparse_product(Tensor f, Tensor weight, Tensor? bias, bool masked=False) -> Tensor",
+    "sparse_product(Tensor f, Tensor weight, Tensor? bias, bool relu=False) -> Tensor",
     "sparse_gradient_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? shift=None) -> Tensor",
     "sparse_entries(Tensor h) -> (Tensor, Tensor, Tensor)",
     f"sparse_matmul(Tensor h, {_ENTRIES}, Tensor weight) -> Tensor",
@@ -51,15 +51,14 @@ _lib = define(
 
 
 def sparse_product(
-    f: Tensor, weight: Tensor, bias: Tensor | None = None, *, masked: bool = False
+    f: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False
 ) -> Tensor:
-    """f @ weight + bias at the cost of the entries of `f` that are not zero.
+    """f @ weight + bias, or with `relu` f.relu() @ weight + bias, at the cost of the entries that are not zero.
 
     Args:
         f: [..., N]; fp32, fp16, bf16 or fp64.
         weight: [N, D], any strides, the dtype of `f`. bias: [D] or None.
-        masked: whether the gradient of `f` is of use only where `f` is not 0, as behind a ReLU. Elsewhere it may be 0,
-            and costs what the entries do; else it is a dense product.
+        relu: whether `f` is rectified first. Its gradient then costs what the entries do; else it is a dense product.
 
     Returns:
         y [..., D]. Sums over entries are in fp32 (fp64 for fp64), in the same order on every run.
@@ -68,7 +67,7 @@ def sparse_product(
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
     """
     f, weight, bias = as_autocast(f, weight, bias)
-    return torch.ops.sparse_inductor.sparse_product(f, weight, bias, masked)
+    return torch.ops.sparse_inductor.sparse_product(f, weight, bias, relu)
 
 
 def sparse_gradient_linear(
@@ -145,25 +144,27 @@ def _masked_matmul(h, count, index, values, x, weight):
         return kernels.masked_matmul((count, index, values), x, weight)
 
 
-def _product(f, weight, bias, masked=False):
-    return _product_of(as_rows(f), f.shape, weight, bias)[0]
+def _product(f, weight, bias, relu=False):
+    return _product_of(f.relu() if relu else f, weight, bias)[0]
 
 
-def _product_of(rows, shape, weight, bias):
+def _product_of(f, weight, bias):
     """(y, the entries of f)."""
     ops = torch.ops.sparse_inductor
+    rows = as_rows(f)
     entries = ops.sparse_entries(rows)
     y = ops.sparse_matmul(rows, *entries, weight)
     y = y if bias is None else y + bias
-    return y.view(*shape[:-1], weight.shape[1]), entries
+    return y.view(*f.shape[:-1], weight.shape[1]), entries
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, f, weight, bias, masked):
-        y, entries = _product_of(as_rows(f), f.shape, weight, bias)
+    def forward(ctx, f, weight, bias, relu):
+        f = f.relu() if relu else f
+        y, entries = _product_of(f, weight, bias)
         ctx.save_for_backward(f, weight, *entries)
-        ctx.masked = masked
+        ctx.relu = relu
         return y
 
     @staticmethod
@@ -174,8 +175,9 @@ class _Product(torch.autograd.Function):
         for_f, for_weight, for_bias, _ = ctx.needs_input_grad
         of_rows, rows = as_rows(f), as_rows(grad)
         d_f = d_weight = None
-        if for_f and ctx.masked:
+        if for_f and ctx.relu:
             d_f = ops.sparse_masked_matmul(of_rows, *entries, rows, weight).view(f.shape)
+            d_f = torch.ops.aten.threshold_backward(d_f, f, 0)  # rows of many entries are whole
         elif for_f:
             d_f = grad @ weight.t()
         if for_weight:

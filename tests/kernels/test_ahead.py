@@ -75,8 +75,8 @@ def main() -> None:
         return ops.relu_ffn(x, encoder.t(), decoder.t(), gate_steps="", thresholds=b.detach())
 
     def kept(x, encoder, b, decoder, mean):
-        f = ops.sparse_gradient_linear(x.detach(), encoder.t(), b, shift=mean).relu()
-        return ops.sparse_product(f, decoder, mean, masked=True)
+        z = ops.sparse_gradient_linear(x.detach(), encoder.t(), b, shift=mean)
+        return ops.sparse_product(z, decoder, mean, relu=True)
 
     operators = {
         "counted": counted,
