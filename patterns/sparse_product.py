@@ -46,7 +46,7 @@ ENCODER = "sparse_inductor::sparse_gradient_linear"
 @dataclasses.dataclass
 class ProductMatch:
     """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads.
-    rectified: what a ReLU makes them of. shifted: of `shift_of`, for the encoder."""
+    rectified: what a ReLU makes them of, where one does. shifted: of `shift_of`, for the encoder."""
 
     linear: Linear
     op: str
@@ -72,8 +72,9 @@ class ProductMatch:
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         difference, *operands = self.shifted or (self.anchor,)
         reads = [(t, self.anchor) for t in (self.linear.source, *self.linear.read)]
-        rectified = [] if self.rectified is None else [(self.rectified, self.activations)]
-        return (*reads, *rectified, *((t, difference) for t in operands))
+        if self.op == DECODER and self.rectified is not None:
+            reads.append((self.rectified, self.activations))
+        return (*reads, *((t, difference) for t in operands))
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -116,24 +117,25 @@ class SparseProduct(Recogniser):
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
         if (found := _decoder(view, node)) is not None:
             source = found[0].source
-            return _checked(
-                ProductMatch(found[0], DECODER, source, _rectified(view, source, node)), view
-            )
+            rectified = _rectified(view, source, node)
+            return _checked(ProductMatch(found[0], DECODER, source, rectified), view)
         for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
             if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):
                 continue
             for user in decoders_below(view, node):
                 found = _decoder(view, user)
                 if found is not None and node in found[1].encoders:
+                    source = found[0].source
+                    rectified = _rectified(view, source, user)
                     shifted = shift_of(view, linear.source, node, node)
-                    match = ProductMatch(linear, ENCODER, found[0].source, shifted=shifted)
-                    return _checked(match, view)
+                    return _checked(ProductMatch(linear, ENCODER, source, rectified, shifted), view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
         other = match.anchor if match.op == DECODER else match.linear.source
         sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
-        return look_up(NAME, fake(match.anchor).device, **sizes)
+        rectified = int(match.rectified is not None)
+        return look_up(NAME, fake(match.anchor).device, **sizes, rectified=rectified)
 
 
 def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Node | None:

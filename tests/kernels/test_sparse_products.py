@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sparse_inductor
+from sparse_inductor import layers
+from sparse_inductor.doctor import registered
 from sparse_inductor.kernels.sparse_rows import products as sparse_products
 from support import heavy
 
@@ -49,6 +52,19 @@ def test_rows_that_fit_and_rows_that_do_not(M, N, D, dtype, fits, device):
         again = sparse_products.outer(h, entries, x)
         assert torch.equal(out, again[0])
         assert torch.equal(total, again[1])
+
+
+def test_the_pattern_with_kernels_agrees_with_what_is_written(device, monkeypatch):
+    """The gradient of the activations is that of the ReLU's input, entry by entry."""
+    monkeypatch.setattr(layers, "DEVICES", {"cpu", "cuda"})
+    example = next(e for e in registered()["sparse_product"].examples if e.name == "returned")
+    model, args = example.build()
+    args = tuple(t.to(device) for t in args)
+    fn = torch.compile(
+        model.to(device), options=sparse_inductor.options(only="sparse_product", verify=True)
+    )
+    fn(*args)[0].sum().backward()
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
 
 
 def test_a_value_that_is_no_number_is_an_entry(device):
