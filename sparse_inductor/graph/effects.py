@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import compat
 from .fakes import attribute, fake, same_size, same_sizes, tensors_in
-from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
+from .names import INPLACE_OPERATORS, TRAILING_INPLACE, is_plain, name_of, trailing_inplace
 from .vocabulary import COPIES
 
 _UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
@@ -119,6 +119,53 @@ def _schemas(name: str) -> tuple[Any, ...]:
     return compat.schemas(packet)  # "__eq__" is what every object has, and no operator
 
 
+class _Written(NamedTuple):
+    """An argument that a schema says is written: its place, None where it is given by name alone, its name, and
+    whether it is a list of tensors."""
+
+    at: int | None
+    name: str
+    several: bool
+
+
+class _Habit(NamedTuple):
+    """What the target of a call says of what it writes, whatever its arguments are.
+
+    operator: it has schemas of its own. foreign: nobody knows what it writes, as of NumPy's functions; autograd learns
+    nothing of it. first: its name says that it writes its first argument. unsaid: it may write more, of which neither
+    its name nor its schemas speak. quiet: it writes nothing that no keyword tells it to.
+    """
+
+    name: str
+    operator: bool = False
+    foreign: bool = False
+    first: bool = False
+    by_schema: tuple[_Written, ...] = ()
+    unsaid: bool = False
+    quiet: bool = False
+
+
+@functools.lru_cache(maxsize=4096)
+def _habit(op: str, target: Any) -> _Habit:
+    own = getattr(target, "__name__", "")
+    name, known = target if op == "call_method" else own, compat.schemas(target)
+    if compat.is_higher_order(target):
+        return _Habit(name)
+    if not known and op == "call_function" and not is_plain(target):
+        return _Habit(name, foreign=True)
+    by_schema = dict.fromkeys(
+        _Written(None if arg.kwarg_only else at, arg.name, "List" in str(arg.type))
+        for schema in known or _schemas(name)
+        for at, arg in enumerate(schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
+    first = not known and _in_place(op, target)
+    unsaid = own.partition(".")[0] in _UNSAID
+    by_place = any(w.at is not None for w in by_schema) or name in TRAILING_INPLACE
+    quiet = not (first or unsaid or by_place)
+    return _Habit(name, bool(known), False, first, (*by_schema,), unsaid, quiet)
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this call writes, or may."""
     if node.op == "call_module":
@@ -126,22 +173,26 @@ def written(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     target, args, kwargs = node.target, node.args, node.kwargs
-    out: list[Any] = []
-    if known := compat.schemas(target):
-        out += _by_schema(known, args, kwargs)
-    elif compat.is_higher_order(target):
-        return _by_bodies(node)
-    elif node.op == "call_function" and not is_plain(target):
+    habit = _habit(node.op, target)
+    if habit.quiet and not kwargs:
+        return []
+    if habit.foreign:
         return _tensors(node)
-    else:
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        at = trailing_inplace(name, args)
+    if compat.is_higher_order(target):
+        return _by_bodies(node)
+    out: list[Any] = []
+    if not habit.operator:
+        at = trailing_inplace(habit.name, args)
         last = at is not None and args[at] is True
-        if last or _in_place(node.op, target) or kwargs.get("inplace") is True:
+        if last or habit.first or kwargs.get("inplace") is True:
             out.append(args[0] if args else kwargs.get("input"))
-        out += _by_schema(_schemas(name), args, kwargs)
         out.append(kwargs.get("out"))
-    out += _unsaid(target, args, kwargs)
+    for at, name, several in habit.by_schema:
+        given = args[at] if at is not None and at < len(args) else kwargs.get(name)
+        if isinstance(given, (tuple, list)) == several:
+            out.append(given)  # else it is TorchScript's function of lists of that name
+    if habit.unsaid:
+        out += _unsaid(target, args, kwargs)
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
 
 
@@ -182,18 +233,6 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if any(True for _ in tensors_in(fake(a)))]
 
 
-def _by_schema(schemas: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found = []
-    for schema in schemas:
-        for i, arg in enumerate(schema.arguments):
-            if arg.alias_info is None or not arg.alias_info.is_write:
-                continue
-            given = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name)
-            if isinstance(given, (tuple, list)) == ("List" in str(arg.type)):
-                found.append(given)  # else it is TorchScript's function of lists of that name
-    return found
-
-
 def _by_bodies(node: fx.Node) -> list[fx.Node]:
     """What an operator of higher order writes: nothing, if its bodies are there and leave alone what they are given."""
     bodies = [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
@@ -212,8 +251,6 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 def _unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     name = getattr(target, "__name__", "").partition(".")[0]
-    if name not in _UNSAID:
-        return []
     when, names = _UNSAID[name]
     try:
         parameters = list(inspect.signature(target).parameters)
@@ -235,13 +272,6 @@ def _is_result(writer: fx.Node, target: fx.Node) -> bool:
 def _follows(target: fx.Node, node: fx.Node) -> bool:
     """Whether autograd records of a node what is written through another: not through `node.detach()`."""
     return target is node or not fake(node).requires_grad or fake(target).requires_grad
-
-
-def _unknown(writer: fx.Node) -> bool:
-    """Whether nobody knows how a call writes: as one of NumPy does, of which autograd learns nothing."""
-    target = writer.target
-    known = compat.schemas(target) or compat.is_higher_order(target) or is_plain(target)
-    return writer.op == "call_function" and not known
 
 
 # What changes nothing where its argument and its result are alike, and what changes nothing with a number.
@@ -365,7 +395,11 @@ class Effects:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does
         not count the writes to."""
         for writer, target in self._between(node, self._order[since], len(self._order)):
-            if not _follows(target, node) or self._through_data(target) or _unknown(writer):
+            if (
+                not _follows(target, node)
+                or self._through_data(target)
+                or _habit(writer.op, writer.target).foreign
+            ):
                 return writer
         return None
 

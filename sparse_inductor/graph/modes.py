@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,7 +39,9 @@ def modes_by_node(graph: fx.Graph, around: Modes) -> dict[fx.Node, Modes]:
     current = around
     for node in graph.nodes:
         states[node] = current
-        name = _name(node)
+        name = _name(node.op, node.target)
+        if not name:
+            continue
         if name == "_enter_autocast":
             device, dtype, on = (*node.args, None, None, True)[:3]
             own = (bool(on), dtype or torch.get_autocast_dtype(device))
@@ -58,8 +62,13 @@ def modes_by_node(graph: fx.Graph, around: Modes) -> dict[fx.Node, Modes]:
 
 def changes_grad_mode(node: fx.Node) -> bool:
     """Whether a node turns the recording of gradients on or off."""
-    return "set_grad_enabled" in _name(node) or _name(node).endswith("_inference_mode")
+    name = _name(node.op, node.target)
+    return "set_grad_enabled" in name or name.endswith("_inference_mode")
 
 
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+@functools.lru_cache(maxsize=4096)
+def _name(op: str, target: Any) -> str:
+    """The name of a function that changes a mode; empty for anything else."""
+    name = getattr(target, "__name__", "") if op == "call_function" else ""
+    switches = name.endswith(("_autocast", "_inference_mode")) or "set_grad_enabled" in name
+    return name if switches else ""

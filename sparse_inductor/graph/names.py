@@ -254,7 +254,7 @@ _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
 # the entmax package, and what stands for its functions in a graph
 _ENTMAX = ("entmax.activations", "entmax.root_finding", "sparse_inductor.match.entmax.leaves")
 # functions whose last positional parameter is `inplace`, and how many come before it at least
-_TRAILING_INPLACE = {
+TRAILING_INPLACE = {
     **dict.fromkeys((*FUNCTIONS, "silu", "mish", "hardswish"), 1),
     **dict.fromkeys(
         "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split(), 3
@@ -408,7 +408,7 @@ def canonical(node: fx.Node) -> Call | None:
 def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
     """Where among positional arguments `inplace` is, if it is there."""
     at = len(args) - 1
-    given = at >= _TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
+    given = at >= TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
     return at if given else None
 
 

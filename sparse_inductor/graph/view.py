@@ -329,7 +329,7 @@ def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
     levels = [_FORWARD_AD] if compat.forward_ad_active() else []
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
-        level = _LEVEL.fullmatch(name)
+        level = _LEVEL.fullmatch(name) if name.endswith("_nesting") else None
         if name == "_enter_dual_level":
             levels.append(_FORWARD_AD)
         elif level and level["way"] == "in":
