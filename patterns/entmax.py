@@ -22,7 +22,7 @@ from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.entmax.form import ENDS, ends_here
 from sparse_inductor.match.entmax.leaves import show_entmax
-from sparse_inductor.match.entmax.transform import LEAVES, NOT_ENTMAX, Transform, transform
+from sparse_inductor.match.entmax.transform import LEAVES, NOT_ENTMAX, SIGNS, Transform, transform
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
@@ -39,6 +39,7 @@ class Entmax(Recogniser):
     op = OP
     summary = "entmax15(z), sparsemax(z), entmax_bisect(z, alpha), or the like by hand -> entmax(z, alpha)"
     anchors = LEAVES | NOT_ENTMAX | {"getitem", "autograd_function_apply"} | ENDS
+    signs = SIGNS
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()

@@ -29,6 +29,7 @@ from sparse_inductor.match.chains.family import split_block
 from sparse_inductor.match.entmax.attention import are_probabilities, read_attention, relu_attention
 from sparse_inductor.match.entmax.layout import Attention
 from sparse_inductor.match.entmax.leaves import show_entmax
+from sparse_inductor.match.entmax.transform import SIGNS
 from sparse_inductor.pattern import Miss
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -43,6 +44,7 @@ class EntmaxAttention(Recogniser):
     op = OP
     summary = "entmax(q @ k^T + bias) @ v -> entmax_attention(q, k, v, alpha, mask, bias)"
     anchors = PRODUCTS | {"sum", "output"}
+    signs = SIGNS
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()

@@ -83,6 +83,7 @@ class GatheredDecode(Recogniser):
     op = OP
     summary = "(values[..., None] * W[indices]).sum(-2) -> sparse_decode(values, indices, W)"
     anchors = PRODUCTS | {"sum", "embedding_bag"}
+    signs = frozenset({"topk"})
 
     def _match(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
         if view.name_of(node) == "embedding_bag":

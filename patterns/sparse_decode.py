@@ -24,7 +24,7 @@ from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
-from sparse_inductor.match.feed_forward.entries import Entries, entries, sizes_of
+from sparse_inductor.match.feed_forward.entries import SCATTERS, Entries, entries, sizes_of
 from sparse_inductor.pattern import Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -103,6 +103,7 @@ class SparseDecode(Recogniser):
     op = OP
     summary = "zeros.scatter(-1, indices, values) @ W + b -> sparse_decode(values, indices, W, b)"
     anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
+    signs = SCATTERS
 
     def _match(self, node: fx.Node, view: GraphView) -> DecoderMatch | None:
         for down in linears(view, node) or ():

@@ -23,10 +23,11 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.gemm import Linear, linears
-from sparse_inductor.graph.no_match import NoMatch, if_matched, remembered
+from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.feed_forward.entries import (
+    ACTIVATES,
     Activated,
     activated,
     decoders_below,
@@ -41,6 +42,7 @@ from sparse_inductor.policy.worth import Worth
 NAME = "sparse_product"
 DECODER = "sparse_inductor::sparse_product"
 ENCODER = "sparse_inductor::sparse_gradient_linear"
+_PRODUCTS = frozenset("linear matmul mm addmm einsum tensordot inner".split())
 
 
 @dataclasses.dataclass
@@ -112,13 +114,16 @@ class SparseProduct(Recogniser):
     summary = (
         "act(x @ We.t()) that is kept, @ W + b -> sparse_product(f, W, b), and sparse gradients"
     )
-    anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
+    anchors = _PRODUCTS
+    signs = ACTIVATES
 
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
         if (found := _decoder(view, node)) is not None:
             source = found[0].source
             rectified = _rectified(view, source, node)
             return _checked(ProductMatch(found[0], DECODER, source, rectified), view)
+        if node not in _encoders(view):
+            return None
         for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
             if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):
                 continue
@@ -146,6 +151,13 @@ def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Nod
     z = call["input"]
     there = view.is_tensor(z) and not view.effects.changes(z, activations, anchor)
     return z if there and fake(z).dtype == fake(activations).dtype else None
+
+
+@once
+def _encoders(view: GraphView) -> set[fx.Node]:
+    """The products that any decoder takes its activations from."""
+    decoders = (_decoder(view, n) for n in view.graph.nodes if view.name_of(n) in _PRODUCTS)
+    return {encoder for found in decoders if found is not None for encoder in found[1].encoders}
 
 
 @remembered

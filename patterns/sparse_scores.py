@@ -29,7 +29,7 @@ from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.graph.vocabulary import REORDERS
-from sparse_inductor.match.scoring.accumulate import ANCHORS, scores_of
+from sparse_inductor.match.scoring.accumulate import ANCHORS, SIGNS, scores_of
 from sparse_inductor.match.scoring.contributions import ROWS, OfRows, contributions
 from sparse_inductor.match.scoring.postings import Postings, postings_of
 from sparse_inductor.match.scoring.scored import Scored
@@ -129,6 +129,7 @@ class SparseScores(Recogniser):
     op = OP
     summary = "topk(sum_t values * query[ids]) -> sparse_scores(query, ids, values)"
     anchors = ANCHORS | frozenset(_OTHER_POOLS)
+    signs = SIGNS
 
     def setup(self) -> Callable[[], None]:
         """Sparse layouts never reach a graph: the report says so where Dynamo gave up because of one."""

@@ -35,7 +35,14 @@ from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
-from sparse_inductor.match.chains.pooling import ANCHORS, Reduction, maximum, other_pool, resembles
+from sparse_inductor.match.chains.pooling import (
+    ANCHORS,
+    SIGNS,
+    Reduction,
+    maximum,
+    other_pool,
+    resembles,
+)
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -155,6 +162,7 @@ class SpladeHead(Recogniser):
     op = OP
     summary = "max_s program(linear(hidden), mask) -> splade_head(hidden, weight, bias, mask)"
     anchors = ANCHORS
+    signs = SIGNS
 
     def _match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
         red = maximum(view, node)

@@ -24,6 +24,7 @@ from torch import fx
 from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
+from .graph.names import names_in
 from .graph.saved import copying_what_is_written
 from .graph.view import GraphView
 from .layouts import keep_apart, keep_layouts, layouts
@@ -94,19 +95,18 @@ class GraphRun:
         self._env = compat.shape_env_of(
             v for n in graph.nodes for v in (*tensors_in(fake(n)), fake(n))
         )
-        self._start = Snapshot(graph), compat.ShapeState(self._env)
         self._sizes = compat.ShapeState(self._env)
+        self._start = Snapshot(graph), self._sizes
         self._done: list[_Accepted] = []
         self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
-        by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
-        for pattern in patterns:
-            for name in pattern.anchors:
-                by_anchor[name].append(pattern)
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env):
             complete(self.graph)
+            by_anchor = self._asked(patterns)
+            if not by_anchor:
+                return
             view = self._view = GraphView(self.graph)
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}
@@ -168,6 +168,16 @@ class GraphRun:
         self.rewrites, self.applied, self.checks = [], [], []
         self.decisions = Decisions({})
         self.near_misses = [near_miss(p.name, Miss(reason)) for p in patterns]
+
+    def _asked(self, patterns: Sequence[Pattern]) -> dict[str, list[Pattern]]:
+        """The patterns that may have something to say of the graph, by the names of their anchors in it."""
+        names = names_in(self.graph)
+        by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
+        for pattern in patterns:
+            if not names.isdisjoint(getattr(pattern, "signs", names)):
+                for name in pattern.anchors & {*names, "output"}:
+                    by_anchor[name].append(pattern)
+        return by_anchor
 
     def _match(
         self, by_anchor: dict[str, list[Pattern]], view: Any

@@ -87,6 +87,9 @@ class Match(Protocol):
 class Pattern(Protocol):
     """One family of subgraphs and the operator that replaces it.
 
+    An optional attribute, `signs`: canonical names of which a graph has at least one where the pattern has anything to
+    say of it, be it a near miss. It is asked nothing about other graphs.
+
     Optional methods:
 
     - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one
@@ -254,6 +257,9 @@ def _validate(pattern: Any, origin: str) -> None:
         or not all(isinstance(a, str) for a in anchors)
     ):
         fail(f"`anchors` must be a non-empty frozenset of canonical op names, got {anchors!r}")
+    signs = getattr(pattern, "signs", anchors)
+    if not isinstance(signs, (set, frozenset)) or not all(isinstance(s, str) for s in signs):
+        fail(f"`signs` must be a frozenset of canonical op names, got {signs!r}")
     if not callable(getattr(pattern, "match", None)):
         fail("`match(node, view)` is missing")
     for attribute in ("examples", "near_misses"):

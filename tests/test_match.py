@@ -21,6 +21,7 @@ from sparse_inductor.graph.names import canonical
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.shapes import move
 from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.match.chains.family import above, may_be_above
 from sparse_inductor.pattern import registered
 from sparse_inductor.reporting.records import Report
 from sparse_inductor.rewrite import RewritePass
@@ -755,3 +756,77 @@ def test_a_residual_stream_longer_than_a_walk_is_walked_in_proportion(monkeypatc
         walked.clear()
         RewritePass(registered().values(), Report())(capture(stream, tensor(2, 3, 4)).graph)
         assert len(walked) < 200 * layers
+
+
+def test_what_has_no_rectifier_above_it_is_not_walked(monkeypatch):
+    """Blocks on a residual stream in front of a head that has one."""
+    from sparse_inductor.match.chains import backward_walk
+
+    walked: list = []
+    usual = backward_walk._walk_back
+    monkeypatch.setattr(
+        backward_walk, "_walk_back", lambda *args: walked.append(args[1]) or usual(*args)
+    )
+    up, down = tensor(8, 4), tensor(4, 8)
+
+    def stream(x):
+        for _ in range(5):
+            x = x + F.linear(F.gelu(F.linear(x, up)), down)
+        return F.relu(F.linear(x, up)).amax(1)
+
+    report = Report()
+    RewritePass(registered().values(), report)(capture(stream, tensor(2, 3, 4)).graph)
+    assert len(report.rewrites) == 1 and [n.name for n in walked] == ["relu", "linear_10"]
+
+
+# --- How much work it is --------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers: int, activation: Callable) -> None:
+        super().__init__()
+        self.activation = activation
+        for name, outputs, inputs in ("qkv", 24, 8), ("out", 8, 8), ("up", 16, 8), ("down", 8, 16):
+            made = [nn.Linear(inputs, outputs) for _ in range(layers)]
+            setattr(self, name, nn.ModuleList(made))
+
+    def forward(self, x):
+        for qkv, out, up, down in zip(self.qkv, self.out, self.up, self.down):
+            q, k, v = (t.view(*x.shape[:2], 2, 4).transpose(1, 2) for t in qkv(x).chunk(3, dim=-1))
+            p = (q @ k.transpose(-1, -2) * 0.5).softmax(-1)
+            x = F.layer_norm(x + out((p @ v).transpose(1, 2).reshape(x.shape)), (8,))
+            x = F.layer_norm(x + down(self.activation(up(x))), (8,))
+        return x
+
+
+def test_a_pattern_is_asked_nothing_about_graphs_without_its_signs():
+    """A transformer with softmax and GELU has no maximum, top-k, scatter or look-up, and no rectifier."""
+    report = Report()
+    RewritePass(registered().values(), report)(capture(Encoder(1, F.gelu), tensor(2, 3, 8)).graph)
+    assert not report and report.pattern_ms.keys() <= {"relu_ffn"}
+
+
+@pytest.mark.parametrize("how", ["inplace", "statement", "einsum", "view"])
+def test_one_look_tells_what_may_be_above(how):
+    """It may say so of more than is there, as above a matmul that is crossed by einsum, but never of less."""
+    w = tensor(4, 4)
+
+    def program(x):
+        h = F.linear(x, w)
+        if how == "statement":
+            h.relu_()
+        elif how == "inplace":
+            h = F.relu(h, True)
+        elif how == "einsum":
+            h = torch.einsum("bsd,d->bsd", h.relu(), w[0])
+        else:
+            h = h.relu().unsqueeze(1).transpose(2, 3)[:, 0].mT
+        return torch.tanh(F.linear(h, w)) + h, F.linear(h * 2, w)
+
+    view = GraphView(capture(program, tensor(2, 3, 4)).graph)
+    for node in view.graph.nodes:
+        for name in above(view, node) - {"linear", "batched matmul"}:
+            assert may_be_above(view, [node], frozenset({name}))
+    *_, last = (n for n in view.graph.nodes if view.name_of(n) == "linear")
+    assert may_be_above(view, last.all_input_nodes, frozenset({"relu"}))
+    assert not may_be_above(view, last.all_input_nodes, frozenset({"tanh"}))

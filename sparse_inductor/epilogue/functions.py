@@ -235,6 +235,14 @@ class Function:
         split = (p.partition("=") for p in self.parameters.split())
         return {name: float(ast.literal_eval(value)) if value else None for name, _, value in split}
 
+    @property
+    def may_level_off(self) -> bool:
+        """Whether it has one value below some number, with some constants or with any."""
+        if callable(self.program):
+            return True
+        steps = (step.partition("(")[0].strip() for step in self.program.split("|"))
+        return any(SCALAR[step].constant_to is not None for step in steps)
+
     def steps(self, *constants: float) -> str:
         """Its program with these constants, in text form."""
         return self.program if isinstance(self.program, str) else self.program(*constants)

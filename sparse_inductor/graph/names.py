@@ -363,6 +363,22 @@ def name_of(node: fx.Node) -> str | None:
     return spelling.name
 
 
+def names_of(node: fx.Node) -> tuple[str | None, ...]:
+    """The names that a node is looked for by: its own, and "index" for a getitem by tensors, which ATen calls so."""
+    name = name_of(node)
+    if name == "getitem":
+        index = node.args[1] if len(node.args) > 1 else None
+        items = index if isinstance(index, (tuple, list)) else (index,)
+        if any(isinstance(item, fx.Node) for item in items):
+            return name, "index"
+    return (name,)
+
+
+def names_in(graph: fx.Graph) -> frozenset[str | None]:
+    """The names of all nodes: what is looked for among the producers of many is often in none."""
+    return frozenset(name for node in graph.nodes for name in names_of(node))
+
+
 def canonical(node: fx.Node) -> Call | None:
     """The canonical call of a node, or None for placeholders, foreign functions and unknown names."""
     spelling = _spelling(node.op, node.target)

@@ -71,6 +71,20 @@ def first_match(read: Callable[[T], R], ways: Iterable[T]) -> R:
     return next(matches(read, ways))
 
 
+def once(find: Callable[[GraphView], R]) -> Callable[[GraphView], R]:
+    """A question about a graph that is answered once."""
+
+    @functools.wraps(find)
+    def ask(view: GraphView) -> R:
+        known = view.remembered.setdefault(find, {})
+        if not known:
+            known[None] = find(view)
+        answer: R = known[None]
+        return answer
+
+    return ask
+
+
 def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, fx.Node], R]:
     """A question about a node of a view that is answered once, be it by NoMatch: patterns ask it of the same nodes."""
 

@@ -13,6 +13,7 @@ from ..epilogue.steps import Step, parse
 from .names import Call
 from .no_match import NoMatch
 from .view import GraphView
+from .vocabulary import COMPARISONS
 
 Scaled = tuple[Any, float]  # an operand and what it is multiplied by
 
@@ -23,6 +24,15 @@ RECTIFIER_STEPS = (
     Step("gate_above", (0.0, 0.0)),
     Step("clamp_min", (0.0,)),
     Step("maximum", (0.0,)),
+)
+
+
+# Calls of which one has a part in whatever is constant below some number: x + |x| and -min(-x, 0) are, too.
+RECTIFIERS = COMPARISONS | frozenset(
+    (
+        *"clamp clamp_min clamp_max maximum minimum abs".split(),
+        *(name for name, function in FUNCTIONS.items() if function.may_level_off),
+    )
 )
 
 

@@ -15,7 +15,7 @@ from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
 from .modes import changes_grad_mode, modes_by_node, modes_now
-from .names import NO_CALL, Call, canonical, is_plain, name_of, stored
+from .names import NO_CALL, Call, canonical, is_plain, name_of, names_in, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
@@ -91,8 +91,8 @@ class GraphView:
 
     @functools.cached_property
     def names(self) -> frozenset[str | None]:
-        """The canonical names of all nodes: what is looked for among the producers of many is often in none."""
-        return frozenset(map(name_of, self.graph.nodes))
+        """The names of all nodes (see `names_in`)."""
+        return names_in(self.graph)
 
     # Values
 

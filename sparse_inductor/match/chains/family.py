@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
 
 from ... import compat
-from ...graph.contraction import contraction
+from ...graph.contraction import PRODUCTS, contraction
 from ...graph.effects import reached
 from ...graph.gemm import entry_of_stack, linears
-from ...graph.no_match import remembered
+from ...graph.names import names_of
+from ...graph.no_match import once, remembered
 from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss
 
 _RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
+
+_NOT_CROSSED = PRODUCTS - {"einsum"}  # one that sums over nothing multiplies as any other product
 
 _REACH = 40  # nodes looked at; a head has about ten
 
@@ -46,6 +49,43 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
     return view.name_of(node), [n for n in node.all_input_nodes if isinstance(fake(n), values)]
 
 
+class _Names:
+    """The names among the producers of each node, a bit each: matmuls are not crossed, einsums are, and what is written
+    in place may be read by anybody."""
+
+    def __init__(self, view: GraphView) -> None:
+        self._bits: dict[str | None, int] = {}
+        self._of: dict[fx.Node, int] = {}
+        for node in view.graph.nodes:
+            name, *more = names_of(node)
+            bits = self._bits.setdefault(name, 1 << len(self._bits))
+            for other in more:
+                bits |= self._bits.setdefault(other, 1 << len(self._bits))
+            if name not in _NOT_CROSSED or not view.is_tensor(node):
+                for producer in node.all_input_nodes:
+                    bits |= self._of[producer]
+            self._of[node] = bits
+        self._written = 0
+        for writer in view.effects.writers:
+            self._written |= self._of[writer]
+
+        self._wanted: dict[frozenset[str], int] = {}
+
+    def among(self, nodes: Iterable[fx.Node], names: frozenset[str]) -> bool:
+        if names not in self._wanted:
+            self._wanted[names] = sum(bit for name, bit in self._bits.items() if name in names)
+        wanted = self._wanted[names]
+        return bool(self._written & wanted) or any(self._of[n] & wanted for n in nodes)
+
+
+_names = once(_Names)
+
+
+def may_be_above(view: GraphView, nodes: Iterable[fx.Node], names: frozenset[str]) -> bool:
+    """Whether one of some names may be among the producers of tensors, of which `above` and `walk_back` see a part."""
+    return not view.names.isdisjoint(names) and _names(view).among(nodes, names)
+
+
 def below(view: GraphView, node: fx.Node, names: Collection[str]) -> bool:
     """Whether one of the next few readers of a node is one of `names`."""
     return any(view.name_of(n) in names for n in reached(node.users, lambda n: n.users, 8))
@@ -55,8 +95,10 @@ def below(view: GraphView, node: fx.Node, names: Collection[str]) -> bool:
 def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] | None:
     """What is above the rectified operand of a batched product of products, and whether the other one is a
     parameter: the down projections of experts rather than the values of an attention. None for anything else."""
+    if not may_be_above(view, node.all_input_nodes, _RECTIFIERS):
+        return None
     product = contraction(view, node)
-    if product is None or view.names.isdisjoint(_RECTIFIERS):
+    if product is None:
         return None
     for mine, other in ((product.a, product.b), (product.b, product.a)):
         found, weight = above(view, mine.node), is_parameter(view, other.node)

@@ -214,6 +214,8 @@ _PACKED = {"scatter_reduce": "src", "index_reduce": "src", "segment_reduce": "da
 _POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
 _PRODUCTS = frozenset("einsum matmul bmm".split())
 ANCHORS = _MAXIMA | _POOLS | _PRODUCTS
+# One of these is in every graph with a head, or with what is nearly one.
+SIGNS = (_MAXIMA - _PICKS) | _LOGS | {"argmax", "sort"}
 # What is below these has one value a sequence: pooled already.
 _POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS | _WINDOWS
 
@@ -221,6 +223,8 @@ _POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS | _WIN
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
     """Why this sum, mean, top-k or the like is no SPLADE head; None where it has nothing to do with one."""
     call = view.call(node)
+    if not _is_activated(view.names) and call.name != "argmax":
+        return None
     if call.name in _PRODUCTS:
         return _weighted_sum(view, node)
     if call.name == "maximum":
@@ -294,7 +298,7 @@ def _vocabulary_axis(view: GraphView, source: fx.Node, reader: fx.Node) -> int |
 
 def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     """Why a product that weighs the tokens' activations is no SPLADE head; None where it is some other product."""
-    if not _is_activated(view.names) or linears(view, node) != []:
+    if linears(view, node) != []:
         return None  # no product, or one with a matrix
     call = view.call(node)
     for x in call.get("operands") or (call["input"], call["other"]):

@@ -23,12 +23,13 @@ from ...graph.axes import flat, fresh, originals
 from ...graph.emit import Emitter, own_operator
 from ...graph.fakes import attribute, bytes_of
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, remembered
+from ...graph.no_match import NoMatch, once, remembered
 from ...graph.saved import for_the_caller
+from ...graph.scalars import RECTIFIERS
 from ...graph.trial import Region, region
 from ...graph.values import matched_nodes, rounds
-from ...graph.view import GraphView, fake, same_size
-from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
+from ...graph.view import GraphView, Unknown, fake, same_size
+from ...graph.vocabulary import COPIES, SPREADS
 from ...pattern import Sparse
 from ..chains.terms import widened
 from .form import ENDS, Candidate, Form, form, unshifted
@@ -46,11 +47,9 @@ _OTHERS = {
 }
 NOT_ENTMAX = frozenset(_OTHERS)
 _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
+_CALLS = LEAVES | NOT_ENTMAX | {"entmax_op", "autograd_function_apply"}
 # One of these is in every graph with an entmax, which has a rectifier where it is written out.
-_SIGNS = frozenset(
-    {"entmax_op", "autograd_function_apply", *"relu clamp clamp_min threshold maximum".split()}
-    | LEAVES | NOT_ENTMAX | COMPARISONS
-)  # fmt: skip
+SIGNS = _CALLS | RECTIFIERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +149,23 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
     return found
 
 
+@once
 def may_be_there(view: GraphView) -> bool:
-    """Whether some node of the graph may be an entmax, from the names of all alone."""
-    return not view.names.isdisjoint(_SIGNS)
+    """Whether some node of the graph is called as an entmax is, or has the form of one."""
+
+    def may_be(node: fx.Node) -> bool:
+        name = view.name_of(node)
+        return name in _CALLS or (name in ENDS and form(view, node) is not None)
+
+    try:
+        return any(map(may_be, view.graph.nodes))
+    except Unknown:
+        return True
 
 
+@once
 def _is_another(view: GraphView) -> bool:
-    """`compiles_another`, asked once a graph."""
-    if compiles_another not in view.remembered:
-        view.remembered[compiles_another] = {None: compiles_another()}
-    return bool(view.remembered[compiles_another][None])
+    return compiles_another()
 
 
 def _transform(view: GraphView, node: fx.Node) -> Transform | None:

@@ -19,12 +19,12 @@ from ...graph.emit import Emitter
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
 from ...graph.no_match import NoMatch, if_matched, matches
-from ...graph.scalars import sums
+from ...graph.scalars import RECTIFIERS, sums
 from ...graph.view import GraphView, fake, static_size
 from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
-from ..chains.family import above
+from ..chains.family import above, may_be_above
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
@@ -39,6 +39,7 @@ RECTIFIER_CALLS = frozenset(
         *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
     )
 )
+SIGNS = RECTIFIERS | RECTIFIER_CALLS  # of a block, or of what resembles one
 
 
 class Factor(NamedTuple):
@@ -73,6 +74,8 @@ class Reading:
 
 def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
     """The gate and up branches of a value. Raises NoMatch."""
+    if not may_be_above(view, reader.all_input_nodes, SIGNS):
+        raise NoMatch("no factor is zero below some number", value)
     found, factors, tokens = _branches(view, value, reader, down.d_dim)
     thresholds = [zero_threshold(b.program) for b in found]
     _check_tokens(view, found, tokens)
@@ -185,7 +188,7 @@ def is_activation(view: GraphView, value: fx.Node, reader: fx.Node) -> bool:
 def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     """Whether what `reader` sees of a tensor comes from a linear and a rectifier: worth a reason where it is no
     block."""
-    if view.names.isdisjoint(RECTIFIER_CALLS):
+    if not may_be_above(view, [source], RECTIFIER_CALLS):
         return False
     seen = view.value(source, reader)
     # An assignment is no tensor: what it assigns to, and where.

@@ -23,7 +23,7 @@ from .block import RECTIFIER_CALLS
 
 # What maps zeros to zeros, and every other entry by itself, and takes one argument.
 KEEPS_ZEROS = COPIES | frozenset("relu abs square tanh".split())
-_SCATTERS = frozenset("scatter scatter_add setitem index_put".split())
+SCATTERS = frozenset("scatter scatter_add setitem index_put".split())
 _LONGEST = 8
 
 
@@ -60,7 +60,7 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
     node: fx.Node | None = view.value(source, reader)
     while node is not None and len(after) < _LONGEST:
         call = view.call(node)
-        if call.name in _SCATTERS:
+        if call.name in SCATTERS:
             found = _scattered(view, node, call, tuple(reversed(after)))
             return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
         if call.name == "mul" and not after and not call.inplace:
@@ -184,7 +184,7 @@ def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | Non
 _KEEPING = frozenset(
     "scatter scatter_add setitem index_put autograd_function_apply topk kthvalue sort".split()
 )
-_ACTIVATES = RECTIFIER_CALLS | _KEEPING
+ACTIVATES = RECTIFIER_CALLS | _KEEPING
 _FURTHEST = 48
 # Neurons for each output of the decoder, from which on they are taken for a dictionary of many, few of them active. A
 # feed-forward block has four, and if its activations are read, a reason why it is none.
@@ -223,7 +223,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
         elif readings and same_sizes(view.shape(node)[:-1], rows):
             nodes.add(node)
             encoders.append(node)
-    if not encoders or not names & _ACTIVATES:
+    if not encoders or not names & ACTIVATES:
         return None
     inside = {*nodes, down.node}
     read = any(reader not in inside for n in nodes for reader in view.readers(n))
@@ -231,9 +231,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
 
 
 def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
-    """The products that are reached from a linear without crossing another, where anything is activated."""
-    if view.names.isdisjoint(_ACTIVATES):
-        return []
+    """The products that are reached from a linear without crossing another."""
     down = lambda n: n.users if n is node or linears(view, n) is None else ()
     below = reached([node], down, _FURTHEST)
     return [n for n in below if n is not node and linears(view, n) is not None]

@@ -16,6 +16,7 @@ from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, same_size
+from ..chains.family import may_be_above
 from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
 from .contributions import (
     Contributions,
@@ -24,7 +25,7 @@ from .contributions import (
     contributions_among,
     multiplied,
 )
-from .gathers import Gather, gather_of, is_transposed, table_gradient
+from .gathers import LOOKUPS, Gather, gather_of, is_transposed, table_gradient
 from .scored import Scores
 
 
@@ -33,6 +34,8 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     call = view.call(node)
     read = _READERS.get(call.name)
     if read is None or not view.is_tensor(node):
+        return None
+    if not may_be_above(view, (node, *node.all_input_nodes), SIGNS):
         return None
     found = read(view, node, call)
     if found is None:
@@ -386,3 +389,4 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     "embedding_bag": _embedding_bag,
 }
 ANCHORS = frozenset(_READERS)
+SIGNS = LOOKUPS | {"embedding_bag"}  # of which one is above all scores

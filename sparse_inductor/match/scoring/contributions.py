@@ -26,7 +26,8 @@ from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import extreme, is_parameter, rounds, uniform
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, VIEWS
-from .gathers import VOCABULARY, Gather, gather_of
+from ..chains.family import may_be_above
+from .gathers import LOOKUPS, VOCABULARY, Gather, gather_of
 
 Axes = tuple[Axis, ...]
 Groups = Sequence[Sequence[Atom]]
@@ -228,7 +229,7 @@ def _ways(
 ) -> Iterator[_Way]:
     """Every way from `node`, as `reader` sees it, up to what `read` says is a gather."""
     seen = view.value(node, reader) if view.is_tensor(node) and reach else None
-    if seen is None:
+    if seen is None or not may_be_above(view, [seen], LOOKUPS):
         return
     gather = read(view, seen)
     if gather is not None:

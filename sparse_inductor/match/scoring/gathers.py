@@ -20,6 +20,7 @@ from ...graph.values import counting, uniform
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, REORDERS
 
+LOOKUPS = frozenset("index index_select gather take_along_dim take embedding".split())
 VOCABULARY = Atom(0)  # the axis of the table that is looked up
 
 
