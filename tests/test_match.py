@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from sparse_inductor.graph.gemm import linears
 from sparse_inductor.graph.names import canonical
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.shapes import move
+from sparse_inductor.graph.values import uniform
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.chains.family import above, may_be_above
 from sparse_inductor.pattern import registered
@@ -799,11 +801,53 @@ class Encoder(nn.Module):
         return x
 
 
+def calls(run: Callable[..., Any], *args: Any) -> int:
+    """How many Python functions a call calls."""
+    found = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    sys.setprofile(count)
+    try:
+        run(*args)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def test_a_pattern_is_asked_nothing_about_graphs_without_its_signs():
     """A transformer with softmax and GELU has no maximum, top-k, scatter or look-up, and no rectifier."""
     report = Report()
     RewritePass(registered().values(), report)(capture(Encoder(1, F.gelu), tensor(2, 3, 8)).graph)
     assert not report and report.pattern_ms.keys() <= {"relu_ffn"}
+
+
+def chain(length: int) -> fx.Graph:
+    """x + y + y + ..."""
+    graph = fx.Graph()
+    x, y = (graph.placeholder(name) for name in "xy")
+    for node in (x, y):
+        node.meta["example_value"] = ONE
+    for _ in range(length):
+        x = graph.call_function(operator.add, (x, y))
+        x.meta["example_value"] = ONE
+    graph.output(x)
+    return graph
+
+
+def test_a_long_stream_is_followed_once_to_its_start():
+    """Whether a tensor is a number, or the same along an axis, is asked of every sum on it, the last one first."""
+    graph = chain(2000)
+    view = GraphView(graph)
+    ends = [node for node in graph.nodes if node.op == "call_function"][::-1]
+    reader = graph.output_node()
+
+    def ask() -> None:
+        assert not any(view.const(node) == 0 or uniform(view, node, 1, reader) for node in ends)
+
+    assert calls(ask) < 200 * len(ends)
 
 
 @pytest.mark.parametrize("how", ["inplace", "statement", "einsum", "view"])

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from .. import compat
-from .effects import made_of
 from .fakes import bounds
 from .indices import Taken, only_slices, taken
 from .names import Call
+from .no_match import once
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS
@@ -30,7 +30,17 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
 
 def made_of_parameters(view: GraphView, node: fx.Node) -> bool:
     """Whether nothing but parameters goes into a tensor."""
-    return all(one.all_input_nodes or is_parameter(view, one) for one in made_of(node))
+    return node in _made_of_parameters(view)
+
+
+@once
+def _made_of_parameters(view: GraphView) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in view.graph.nodes:
+        inputs = node.all_input_nodes
+        if found.issuperset(inputs) if inputs else is_parameter(view, node):
+            found.add(node)
+    return found
 
 
 _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
@@ -74,29 +84,51 @@ _ELEMENTWISE = (
 
 def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
     """Whether a tensor is provably the same all along an axis (counted from the end), expanded or computed so."""
-    if not view.is_tensor(x):
-        return True
-    shape = view.shape(x)
-    if len(shape) < from_end or same_size(shape[-from_end], 1):
-        return True
-    x = view.value(x, reader)
+    known = view.remembered.setdefault(uniform, {})
+    askers: dict[Any, Any] = {}  # what has to be uniform, and what would be, too, then
+    left: list[tuple[Any, int, fx.Node, Any]] = [(x, from_end, reader, None)]
+    while left:
+        x, from_end, reader, asker = left.pop()
+        if not view.is_tensor(x):
+            continue
+        shape = view.shape(x)
+        if len(shape) < from_end or same_size(shape[-from_end], 1):
+            continue
+        x = view.value(x, reader)
+        at = x, from_end
+        if at in askers or known.get(at):
+            continue
+        askers[at] = asker
+        made = None if at in known else _made_uniform(view, x, len(shape) - from_end)
+        if made is None:
+            while at is not None:
+                known[at], at = False, askers[at]
+            return False
+        left += [(a, axis, x, at) for a, axis in reversed(made)]
+    known.update(dict.fromkeys(askers, True))
+    return True
+
+
+def _made_uniform(view: GraphView, x: Any, axis: int) -> list[tuple[Any, int]] | None:
+    """The tensors, each with an axis counted from its end, that have to be uniform for `x` to be so; None where it may
+    not be."""
     call = view.call(x)
     if not call or call.inplace:
-        return False
-    if view.const(x, reader) is not None:
-        return True
+        return None
+    if view.const(x) is not None:
+        return []
+    from_end = len(view.shape(x)) - axis
     if call.name in ("expand", "expand_as", "repeat", "tile"):
-        return uniform(view, call["input"], from_end, x)
-    if (axis := _axis_above(view, x, call, len(shape) - from_end)) is not None:
-        return uniform(view, call["input"], len(view.shape(call["input"])) - axis, x)
+        return [(call["input"], from_end)]
+    if (above := _axis_above(view, x, call, axis)) is not None:
+        return [(call["input"], len(view.shape(call["input"])) - above)]
     if call.name in _ELEMENTWISE:
-        tensors = [
-            a
+        return [
+            (a, from_end)
             for k, a in call.args.items()
             if isinstance(a, fx.Node) and not (call.name == "cast" and k != "input")
-        ]
-        return bool(tensors) and all(uniform(view, a, from_end, x) for a in tensors)
-    return False
+        ] or None
+    return None
 
 
 def _axis_above(view: GraphView, x: fx.Node, call: Call, axis: int) -> int | None:

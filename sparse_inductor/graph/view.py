@@ -27,6 +27,8 @@ CONSTANT_LIKE = frozenset(
 )
 _METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
+_FILLED = CONSTANT_LIKE | frozenset("full zeros ones tensor scalar_tensor".split())
+_ARITHMETIC = frozenset("neg mul add sub div".split())
 _SAME_NUMBER = SHAPE_OPS | COPIES | {"cast", "detach", "repeat"}
 _FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
 _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
@@ -199,6 +201,8 @@ class GraphView:
         """The number `x` is in every element, if the graph says so: literals, `full_like`, `tensor(c)` and casts."""
         if isinstance(x, (int, float)):
             return float(x)
+        if not isinstance(x, fx.Node) or x not in self._made_of_numbers:
+            return None
         call = self.call(x)
         if not call or (reader is not None and self.value(x, reader) is not x):
             return None
@@ -212,6 +216,20 @@ class GraphView:
         if self.dtype(x) == torch.bool:
             return float(c != 0)
         return float(math.trunc(c)) if math.isfinite(c) else None  # full(0.5).long() is 0
+
+    @functools.cached_property
+    def _made_of_numbers(self) -> set[fx.Node]:
+        """What may be a number in every element, by the names of all that it is made of."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            name = self.name_of(node)
+            if (
+                name in _FILLED
+                or (name in _SAME_NUMBER and not found.isdisjoint(node.all_input_nodes))
+                or (name in _ARITHMETIC and found.issuperset(node.all_input_nodes))
+            ):
+                found.add(node)
+        return found
 
     def _filled(self, x: fx.Node, call: Call) -> float | None:
         match call.name:
