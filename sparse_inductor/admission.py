@@ -6,14 +6,15 @@ import logging
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import compat
 from .ability import unimportable, unsupported_reason
 from .graph.checks import check_match
 from .graph.effects import storages
 from .graph.fakes import fake, tensors_in
-from .graph.no_match import NoMatch
-from .graph.view import label
+from .graph.no_match import NoMatch, once
+from .graph.view import GraphView, label
 from .pattern import Match, Miss
 
 log = logging.getLogger("sparse_inductor")
@@ -57,9 +58,8 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
                 reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
                 return Miss(reason, match.anchor)
     kept = storages([fake(node) for node in match.inputs])
-    for node in view.graph.find_nodes(op="placeholder"):
-        kind = compat.given_class(node)
-        if not compat.computes_as_tensors_do(kind) and storages(fake(node)) & kept:
+    for node, kind in _given_subclasses(view):
+        if storages(fake(node)) & kept:
             reason = f"{label(node)} is a {kind.__name__}, a subclass that no operator takes"
             return Miss(reason, match.anchor)
     try:
@@ -67,6 +67,13 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
     except NoMatch as decline:
         return decline.miss(match.anchor)
     return None
+
+
+@once
+def _given_subclasses(view: GraphView) -> list[tuple[fx.Node, type]]:
+    """The inputs of a graph that are no plain tensors, each with its class."""
+    given = [(n, compat.given_class(n)) for n in view.graph.find_nodes(op="placeholder")]
+    return [(node, kind) for node, kind in given if not compat.computes_as_tensors_do(kind)]
 
 
 def without_kernels(match: Match) -> Miss | None:

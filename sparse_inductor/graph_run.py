@@ -24,6 +24,7 @@ from torch import fx
 from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
+from .graph.modes import known
 from .graph.names import names_in
 from .graph.saved import copying_what_is_written
 from .graph.view import GraphView
@@ -102,12 +103,13 @@ class GraphRun:
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
-        with compat.discarding_unbacked(self._env):
+        with compat.discarding_unbacked(self._env), contextlib.ExitStack() as stack:
             complete(self.graph)
             by_anchor = self._asked(patterns)
             if not by_anchor:
                 return
             view = self._view = GraphView(self.graph)
+            stack.enter_context(known(view.modes))
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}
             found = _disjoint(self._resolve(matches, misses, view))
@@ -393,6 +395,7 @@ def _is_getitem_of(node: fx.Node, matched_nodes: set[fx.Node]) -> bool:
 
 def _record(candidate: _Candidate, view: Any) -> Rewrite:
     match = candidate.match
+    saved = match.bytes_saved
     source = source_of(match.anchor, *reversed(match.matched_nodes))
     return Rewrite(
         pattern=candidate.pattern.name,
@@ -401,7 +404,7 @@ def _record(candidate: _Candidate, view: Any) -> Rewrite:
         op=match.op,
         replaced=tuple(view.name_of(n) or _target_name(n) for n in match.matched_nodes),
         inputs=tuple(_shape_and_dtype(n) for n in match.inputs if isinstance(n, fx.Node)),
-        bytes_saved=match.bytes_saved if type(match.bytes_saved) is int else None,
+        bytes_saved=saved if type(saved) is int else None,
         note=str(match.note),
         source=source.text,
     )

@@ -824,6 +824,18 @@ def test_a_pattern_is_asked_nothing_about_graphs_without_its_signs():
     assert not report and report.pattern_ms.keys() <= {"relu_ffn"}
 
 
+@pytest.mark.parametrize("activation", [F.gelu, F.relu])
+def test_the_work_is_in_proportion_to_the_graph(activation):
+    work = []
+    for layers in (1, 4, 12):  # the first imports what is imported
+        graph = capture(Encoder(layers, activation), tensor(2, 3, 8)).graph
+        run = RewritePass(
+            registered().values(), Report(), policy=dict.fromkeys(registered(), "auto")
+        )
+        work.append(calls(run, graph))
+    assert work[2] <= 3 * work[1]
+
+
 def chain(length: int) -> fx.Graph:
     """x + y + y + ..."""
     graph = fx.Graph()
@@ -848,6 +860,25 @@ def test_a_long_stream_is_followed_once_to_its_start():
         assert not any(view.const(node) == 0 or uniform(view, node, 1, reader) for node in ends)
 
     assert calls(ask) < 200 * len(ends)
+
+
+def test_inputs_and_modes_are_looked_at_once(monkeypatch):
+    """Not for every match."""
+    seen: Counter = Counter()
+
+    def counting(module: Any, name: str) -> None:
+        usual = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: seen.update([name]) or usual(*args))
+
+    counting(importlib.import_module("sparse_inductor.compat"), "given_class")
+    for module in ("view", "modes"):
+        counting(importlib.import_module(f"sparse_inductor.graph.{module}"), "modes_by_node")
+    gm = capture(Encoder(3, F.relu), tensor(2, 3, 8))
+    inputs = len(gm.graph.find_nodes(op="placeholder"))
+    report = Report()
+    RewritePass(registered().values(), report)(gm.graph)
+    assert len(report.rewrites) == 3
+    assert seen == {"given_class": inputs, "modes_by_node": 1}
 
 
 @pytest.mark.parametrize("how", ["inplace", "statement", "einsum", "view"])

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
-from .modes import modes_by_node, modes_now
+from .modes import modes_of
 from .view import GraphView
 
 _MADE_AGAIN = 8
@@ -114,7 +114,7 @@ class Emitter:
     @functools.cached_property
     def _recorded(self) -> bool:
         """Whether autograd records what runs at the anchor."""
-        return modes_by_node(self._graph, modes_now())[self._anchor].records
+        return modes_of(self._anchor).records
 
 
 Make = Callable[[Emitter], fx.Node]

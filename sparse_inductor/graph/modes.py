@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +34,25 @@ def modes_now() -> Modes:
     """What a graph starts under that is compiled now."""
     autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES}
     return Modes(autocast, torch.is_grad_enabled())
+
+
+_known: contextvars.ContextVar[Mapping[fx.Node, Modes]] = contextvars.ContextVar("_known")
+
+
+@contextlib.contextmanager
+def known(states: Mapping[fx.Node, Modes]) -> Iterator[None]:
+    """In the block, `modes_of` knows what the nodes of a graph run under, which is to be rewritten."""
+    token = _known.set(states)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def modes_of(node: fx.Node) -> Modes:
+    """What a node of a graph that is compiled now runs under."""
+    states = _known.get({})
+    return states[node] if node in states else modes_by_node(node.graph, modes_now())[node]
 
 
 def modes_by_node(graph: fx.Graph, around: Modes) -> dict[fx.Node, Modes]:

@@ -67,7 +67,7 @@ class GraphView:
         self.walked: dict[Any, Any] = {}  # of `walk_back`, as the next one
         self.walks_cut = 0
         self.transforms = _transforms(graph)
-        self._modes = modes_by_node(graph, modes_now())
+        self.modes = modes_by_node(graph, modes_now())
 
     @functools.cached_property
     def function_body(self) -> bool:
@@ -143,20 +143,20 @@ class GraphView:
         forward, nor in what is compiled to a package."""
         if self.function_body or compat.compiling_ahead():
             return False
-        return any(modes.records for modes in self._modes.values())
+        return any(modes.records for modes in self.modes.values())
 
     def records(self, node: fx.Node) -> bool:
         """Whether autograd records at the place of a node."""
-        return self._modes[node].records
+        return self.modes[node].records
 
     def in_inference_mode(self, node: fx.Node) -> bool:
         """Whether the graph makes a node under inference_mode."""
-        return self._modes[node].inference
+        return self.modes[node].inference
 
     def autocasts(self, node: fx.Node) -> bool:
         """Whether autocast chooses what a tensor's node computes in."""
         device = fake(node).device.type
-        known = self._modes[node].autocast.get(device)
+        known = self.modes[node].autocast.get(device)
         return torch.is_autocast_enabled(device) if known is None else known[0]
 
     def needs_grad(self, node: Any) -> bool:
