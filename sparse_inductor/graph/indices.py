@@ -9,7 +9,7 @@ from torch import fx
 from .fakes import fake
 from .names import Call
 from .view import GraphView, same_size
-from .vocabulary import PARTS
+from .vocabulary import PARTS, PICKS
 
 
 def listed(x: Any) -> list[Any]:
@@ -63,9 +63,14 @@ class Taken(NamedTuple):
         return tuple(a for a, i in zip(before, self.items) if i is None or isinstance(i, slice))
 
 
+_TAKES = PICKS | {"unsqueeze", "squeeze"}
+
+
 def taken(view: GraphView, call: Call) -> Taken | None:
     """What a call takes of a tensor as an index would, whatever it is called: a part of some axes, new ones of one
     element. None for other calls, and where sizes are not known."""
+    if call.name not in _TAKES:
+        return None
     x = call.get("input")
     if not view.is_tensor(x):
         return _piece(view, x, call) if call.name == "getitem" else None
@@ -89,10 +94,8 @@ def taken(view: GraphView, call: Call) -> Taken | None:
             if not (isinstance(start, int) and isinstance(length, int)) or start < 0:
                 return None
             item = slice(start, start + length)
-        case "slice":
+        case _:  # slice
             item = slice(call.get("start"), call.get("end"), call.get("step", 1))
-        case _:
-            return None
     return Taken(x, _only(call.get("dim", 0) % n, item, n))
 
 

@@ -13,7 +13,7 @@ from .names import Call
 from .no_match import if_matched
 from .shapes import order_of
 from .view import GraphView, same_size, static_size
-from .vocabulary import COPIES, REGROUPS
+from .vocabulary import COPIES, PICKS, REGROUPS
 
 
 def part_of(
@@ -59,8 +59,13 @@ class Detour(NamedTuple):
     shape_op: Call | None = None
 
 
+_DETOURS = REGROUPS | COPIES | PICKS | {"stack"}
+
+
 def detour(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
     """What is put together only to be taken apart again, or the other way round; None where nothing is."""
+    if call.name not in _DETOURS:
+        return None
     for find in (_undone, _untaken, _split_and_taken, _restacked):
         if (found := find(view, node, call)) is not None:
             return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -226,11 +226,11 @@ class BackwardWalk:
         full = [(x, at) for at, x in enumerate((a, b)) if self.is_full(x)]
         if not full:
             raise self._spread()
-        return [*matches(lambda way: (self.up(way[0]), way[1]), full)]
+        return [*matches(lambda way: (self.at(way[0], self.node), way[1]), full)]
 
-    def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
-        """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
-        found = self._found(a, b)
+    def _pick(self, found: Sequence[tuple[EpilogueChain, int]]) -> tuple[EpilogueChain, int]:
+        """Which of two tensor operands, of which `_found` gave these, the logits come through: its epilogue and 0 or
+        1."""
         if len(found) > 1:
             raise self.decline(f"{self.call.name} combines two tensors that come from linears")
         return found[0]
@@ -241,7 +241,7 @@ class BackwardWalk:
         for at, (x, other) in enumerate(((a, b), (b, a))):
             if (c := self.const(other)) is not None:
                 return self.up(x).then(Element(self.node, terms(at, None, c)))
-        epilogue, at = self._pick(a, b)
+        epilogue, at = self._pick(self._found(a, b))
         return epilogue.then(Element(self.node, terms(at, (b, a)[at], None)))
 
     def _sum(self) -> EpilogueChain:
@@ -260,12 +260,14 @@ class BackwardWalk:
 
         if p == q == 1 and (rectified := self._twice_rectified(a, b)) is not None:
             return rectified
-        if self.const(a) is None and self.const(b) is None:
-            found = self._found(a, b)
-            summands = tuple((epilogue, (p, q)[at]) for epilogue, at in found)
-            if len(found) == 2 and (joint := summed(self.node, summands, self.view)):
-                return EpilogueChain(tuple(joint), ())
-        return self._arithmetic(a, b, terms)
+        if self.const(a) is not None or self.const(b) is not None:
+            return self._arithmetic(a, b, terms)
+        found = self._found(a, b)
+        summands = tuple((epilogue, (p, q)[at]) for epilogue, at in found)
+        if len(found) == 2 and (joint := summed(self.node, summands, self.view)):
+            return EpilogueChain(tuple(joint), ())
+        epilogue, at = self._pick(found)
+        return epilogue.then(Element(self.node, terms(at, (b, a)[at], None)))
 
     def _twice_rectified(self, a: Any, b: Any) -> EpilogueChain | None:
         """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
@@ -418,7 +420,7 @@ class BackwardWalk:
             raise self.decline(
                 "where() chooses between a tensor and a number known only at run time"
             )
-        return found[self._pick(found[0].x, found[1].x)[1]]
+        return found[self._pick(self._found(found[0].x, found[1].x))[1]]
 
 
 def _broadcasting(

@@ -133,34 +133,42 @@ def summed(
     for readings in product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}
         if len(axes) == 1 and all(r.v_axes == 1 for r in readings):
-            parts = [p.times(scale) for r, scale in zip(readings, scales) for p in r.summands]
-            within = [n for r in readings for n in (*r.within, r.node)]
+            # A residual stream has many: they are looked at one by one where it is part of a match.
+            parts: tuple[Linear, ...] = ()
+            within: tuple[fx.Node, ...] = ()
+            for r, scale in zip(readings, scales):
+                parts += r.summands if scale == 1 else tuple(p.times(scale) for p in r.summands)
+                within += (*r.within, r.node)
             found.append(_joined(node, parts, (*within, *nodes)))
     return found
 
 
-def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...]) -> Linear:
+def _joined(node: fx.Node, parts: tuple[Linear, ...], within: tuple[fx.Node, ...]) -> Linear:
     def sum_of_biases(e: Emitter) -> fx.Node:
         add = functools.partial(e.call, operator.add)
-        return functools.reduce(add, [p.emit_bias(e) for p in biases])
+        return functools.reduce(add, [p.emit_bias(e) for p in parts if p.bias is not None])
 
-    biases = [p for p in parts if p.bias is not None]
+    bias = next((p.bias for p in parts if p.bias is not None), None)
     return Linear(
         node,
         parts[0].source,
         parts[0].weight_source,
         parts[0].v_dim,
-        _beside(node, torch.cat, [p.linear_input for p in parts], parts[0].v_dim),
-        _beside(node, torch.cat, [p.weight for p in parts], 1),
-        biases[0].bias if biases else None,
+        _beside(node, torch.cat, parts, "linear_input", parts[0].v_dim),
+        _beside(node, torch.cat, parts, "weight", 1),
+        bias,
         within,
-        sum_of_biases if biases else None,
-        parts=tuple(parts),
+        None if bias is None else sum_of_biases,
+        parts=parts,
     )
 
 
-def _beside(node: fx.Node, put: Callable[..., Any], makes: Sequence[Make], dim: int) -> Make:
-    return lambda e: e.call(put, [e.cast(make(e), fake(node).dtype) for make in makes], dim)
+def _beside(
+    node: fx.Node, put: Callable[..., Any], parts: Sequence[Linear], what: str, dim: int
+) -> Make:
+    """The linear inputs, or the weights, of some maps beside each other."""
+    dtype = fake(node).dtype
+    return lambda e: e.call(put, [e.cast(getattr(p, what)(e), dtype) for p in parts], dim)
 
 
 def stacked(
@@ -182,7 +190,7 @@ def stacked(
         found.append(dataclasses.replace(
             first, node=node, order=None,
             v_dim=first.v_dim + (new and dim <= first.v_dim),
-            linear_input=_beside(node, put, [r.linear_input for r in readings], dim),
+            linear_input=_beside(node, put, readings, "linear_input", dim),
             within=tuple(n for r in readings for n in (*r.within, r.node)),
             also=tuple(t for r in readings for t in (r.source, *r.also)),
         ))  # fmt: skip
