@@ -80,7 +80,7 @@ class ShapeState:
     def _current_mark(self) -> tuple[Any, ...]:
         held = vars(self._env or _Nothing())
         return (
-            [len(held[name]) for name in self._counted],
+            [*map(len, map(held.__getitem__, self._counted))],
             held.get("unbacked_symint_counter"),
             held.get("num_deferred_runtime_asserts"),
         )

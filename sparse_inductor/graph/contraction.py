@@ -89,7 +89,12 @@ def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -
 
 
 def _broadcast(
-    view: GraphView, node: fx.Node, a: Operand | None, b: Operand | None, out: Sequence[str]
+    view: GraphView,
+    node: fx.Node,
+    a: Operand | None,
+    b: Operand | None,
+    out: Sequence[str],
+    **fields: Any,
 ) -> Contraction | None:
     """Letters of axes that have one element in one operand, and more or none in the other, are taken off the first."""
     if a is None or b is None or len(out) != len(view.shape(node)):
@@ -110,18 +115,26 @@ def _broadcast(
             letter if letter is None or not same_size(s, 1) or is_one(letter) else None
             for letter, s in zip(o.axes, view.shape(o.node))
         )
-        return dataclasses.replace(o, axes=axes)
+        return o if axes == o.axes else dataclasses.replace(o, axes=axes)
 
-    return Contraction(node, trimmed(a), trimmed(b), tuple(out), (node,))
+    return Contraction(node, trimmed(a), trimmed(b), tuple(out), (node,), **fields)
 
 
 def _product(
-    view: GraphView, node: fx.Node, x: Any, y: Any, xs: Sequence[Any], ys: Sequence[Any], out: Any
+    view: GraphView,
+    node: fx.Node,
+    x: Any,
+    y: Any,
+    xs: Sequence[Any],
+    ys: Sequence[Any],
+    out: Any,
+    **fields: Any,
 ) -> Contraction | None:
     """x with the axes `xs` times y with the axes `ys`; None where an axis occurs twice in one of them: a diagonal."""
     if any(len(set(s)) != len(s) for s in ([c for c in xs if c], [c for c in ys if c], out)):
         return None
-    return _broadcast(view, node, _operand(view, x, node, xs), _operand(view, y, node, ys), out)
+    a, b = _operand(view, x, node, xs), _operand(view, y, node, ys)
+    return _broadcast(view, node, a, b, out, **fields)
 
 
 def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
@@ -147,8 +160,8 @@ def _linear(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     if len(view.shape(w)) != 2:
         return None
     rows = [f"b{i}" for i in range(len(view.shape(x)) - 1)]
-    found = _product(view, node, x, w, [*rows, "d"], ["v", "d"], [*rows, "v"])
-    return _with_weight(found, bias, -1)
+    beside = _with_weight(bias, -1)
+    return _product(view, node, x, w, [*rows, "d"], ["v", "d"], [*rows, "v"], **beside)
 
 
 def _conv(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
@@ -165,16 +178,15 @@ def _conv(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     batch = ["b"] * (len(view.shape(x)) - len(sizes) - 1)
     space = [f"s{i}" for i in range(len(sizes))]
     ws = ["v", "d", *[None] * len(sizes)]
-    found = _product(view, node, x, w, [*batch, "d", *space], ws, [*batch, "v", *space])
-    return _with_weight(found, call.get("bias"), -1 - len(sizes))
+    beside = _with_weight(call.get("bias"), -1 - len(sizes))
+    return _product(view, node, x, w, [*batch, "d", *space], ws, [*batch, "v", *space], **beside)
 
 
-def _with_weight(found: Contraction | None, bias: Any, dim: int) -> Contraction | None:
-    beside = (bias, 1.0) if isinstance(bias, fx.Node) else None
-    if found is None:
-        return None
-    at = dim if beside is not None else -1
-    return dataclasses.replace(found, bias=beside, bias_dim=at, weight=True)
+def _with_weight(bias: Any, dim: int) -> dict[str, Any]:
+    """The fields of a product with a weight and perhaps a bias."""
+    if not isinstance(bias, fx.Node):
+        return {"weight": True}
+    return {"weight": True, "bias": (bias, 1.0), "bias_dim": dim}
 
 
 def _inner(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:

@@ -119,11 +119,9 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     if call.name == "einsum" and not product.summed:
         return None
     found = _scaled(view, product)
-    if product.bias is None:
+    if product.bias is None or product.weight:
         return found
     bias, beta = product.bias
-    if product.weight:
-        return [dataclasses.replace(f, bias=bias) for f in found]
     if _exact(beta, node) is None:
         return []
     bias, _ = view.behind(bias, SPREADS)  # what was expanded broadcasts to the same
@@ -176,7 +174,7 @@ def _exact(number: float, node: fx.Node) -> float | None:
 
 
 def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
-    """The readings without the bias, a number that scales them in the weight."""
+    """The readings, without a bias that is no argument of a linear, a number that scales them in the weight."""
     sides = [(product.a, product.b), (product.b, product.a)][: 1 if product.weight else 2]
     found = [f for x, w in sides if (f := _reading(view, product, x, w)) is not None]
     alpha = _exact(product.scale, product.node)
@@ -193,7 +191,8 @@ def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> L
         and _merge(w.node, w.axes, [c for c in product.axes if c in kept])
     ):
         return None
-    return _map(product.node, x, w, product.axes)
+    bias = product.bias[0] if product.weight and product.bias is not None else None
+    return _map(product.node, x, w, product.axes, bias=bias)
 
 
 def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]) -> bool:
@@ -205,7 +204,12 @@ def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]
 
 
 def _map(
-    node: fx.Node, x: Operand, w: Operand, out: Letters, at: Sequence[dict[str, int]] = ({}, {})
+    node: fx.Node,
+    x: Operand,
+    w: Operand,
+    out: Letters,
+    at: Sequence[dict[str, int]] = ({}, {}),
+    bias: fx.Node | None = None,
 ) -> Linear | None:
     """`node` as the linear map of x by a matrix w: D is summed over, V is what the matrix alone has. Of several axes
     each, one is made. at: of both operands, the place along some axes that is taken of them before."""
@@ -248,6 +252,7 @@ def _map(
         v_dim,
         made(x, at[0], [*rows[:v_dim], reduced, *rows[last:]]),
         made(w, at[1], [own, reduced]),
+        bias,
         order=None if order == sorted(order) else tuple(order),
         finish=finish,
         d_axes=len(reduced),
@@ -280,7 +285,7 @@ def _matrix(view: GraphView, w: Operand) -> Operand:
         else:
             break
         node = x
-    return dataclasses.replace(w, node=node, axes=tuple(axes))
+    return w if node is w.node else dataclasses.replace(w, node=node, axes=tuple(axes))
 
 
 def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:
