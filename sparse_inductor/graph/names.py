@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 import string
 from collections.abc import Iterable
@@ -268,7 +269,7 @@ _SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tenso
 _CATS = {"hstack": 1, "column_stack": 1, "vstack": 0, "row_stack": 0, "dstack": 2}
 # names that depend on the arguments
 _BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS, *_CATS}) | _METADATA_CALLS
-_DIMS = ("dim", "dim0", "dim1", "start_dim", "end_dim")
+_DIMS = frozenset("dim dim0 dim1 start_dim end_dim".split())
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
 
@@ -376,7 +377,7 @@ def names_of(node: fx.Node) -> tuple[str | None, ...]:
 
 def names_in(graph: fx.Graph) -> frozenset[str | None]:
     """The names of all nodes: what is looked for among the producers of many is often in none."""
-    return frozenset(name for node in graph.nodes for name in names_of(node))
+    return frozenset(itertools.chain.from_iterable(map(names_of, graph.nodes)))
 
 
 def canonical(node: fx.Node) -> Call | None:
@@ -414,7 +415,7 @@ def canonical(node: fx.Node) -> Call | None:
     if (at := trailing_inplace(name, args)) is not None:  # F.relu(x, True)
         inplace, args = inplace or bool(args[at]), args[:at]
     bound = _bind(name, args, kwargs)
-    if bound is not None and any(isinstance(bound.get(d), fx.Node) for d in _DIMS):
+    if bound is not None and any(isinstance(bound[d], fx.Node) for d in _DIMS.intersection(bound)):
         return None  # a dimension that the graph computes: which one is not known here
     if bound is not None and name == "einsum" and _only_multiplies(**bound):
         name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))

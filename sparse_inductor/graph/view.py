@@ -62,6 +62,7 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call] = {}
+        self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
         self._filled_with: dict[fx.Node, float | None] = {}  # asked of all sums on the way up to it
         self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
         self.walked: dict[Any, Any] = {}  # of `walk_back`, as the next one
@@ -103,7 +104,10 @@ class GraphView:
 
     def shape(self, node: Any) -> tuple[Any, ...]:
         """Sizes, symbolic ones as SymInts. Raises Unknown where there is no fake tensor to ask."""
-        return tuple(self._tensor(node).shape)
+        found = self._shapes.get(node) if isinstance(node, fx.Node) else None
+        if found is None:
+            found = self._shapes[node] = tuple(self._tensor(node).shape)
+        return found
 
     def same_shape(self, a: Any, b: Any) -> bool:
         """Whether two tensors have the same sizes, so that neither is broadcast to the other; of what is no tensor
