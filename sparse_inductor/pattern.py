@@ -250,16 +250,16 @@ def _validate(pattern: Any, origin: str) -> None:
         fail(f"`name` must be an identifier, got {pattern.name!r}")
     if "\n" in pattern.summary:
         fail(f"`summary` must be one line, got {pattern.summary!r}")
-    anchors = getattr(pattern, "anchors", None)
-    if (
-        not isinstance(anchors, (set, frozenset))
-        or not anchors
-        or not all(isinstance(a, str) for a in anchors)
-    ):
-        fail(f"`anchors` must be a non-empty frozenset of canonical op names, got {anchors!r}")
-    signs = getattr(pattern, "signs", anchors)
-    if not isinstance(signs, (set, frozenset)) or not all(isinstance(s, str) for s in signs):
-        fail(f"`signs` must be a frozenset of canonical op names, got {signs!r}")
+    for attribute in ("anchors", "signs") if hasattr(pattern, "signs") else ("anchors",):
+        value = getattr(pattern, attribute, None)
+        if (
+            not isinstance(value, (set, frozenset))
+            or not value
+            or not all(isinstance(name, str) for name in value)
+        ):
+            fail(
+                f"`{attribute}` must be a non-empty frozenset of canonical op names, got {value!r}"
+            )
     if not callable(getattr(pattern, "match", None)):
         fail("`match(node, view)` is missing")
     for attribute in ("examples", "near_misses"):

@@ -32,6 +32,7 @@ def test_a_newer_object_may_take_the_place():
         ("summary", "two\nlines", "one line"),
         ("anchors", "relu", "`anchors`"),
         ("anchors", frozenset(), "`anchors`"),
+        ("signs", "relu", "`signs`"),
         ("match", None, "`match"),
         ("examples", ["text"], "Example"),
         ("near_misses", None, "`near_misses`"),
