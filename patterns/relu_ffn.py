@@ -40,6 +40,7 @@ from sparse_inductor.graph.vocabulary import COMPARISONS
 from sparse_inductor.match.chains.epilogue_chain import Term
 from sparse_inductor.match.chains.family import rectified_product, split_block
 from sparse_inductor.match.feed_forward.block import (
+    SIGNS,
     Joined,
     Reading,
     check_joined,
@@ -191,6 +192,7 @@ class ReluFfn(Recogniser):
     op = OP
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
     anchors = PRODUCTS | {FUSED_LAYER, "output"}
+    signs = SIGNS | {FUSED_LAYER}
 
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | LayerMatch | Miss | None:
         if view.name_of(node) == FUSED_LAYER:
