@@ -159,6 +159,11 @@ def test_what_is_taken_is_an_index(name):
     assert torch.equal(run_up_to(part.x, numbered)[tuple(part.items)], run_up_to(node, numbered))
 
 
+def test_an_index_of_no_axes_leaves_an_axis_of_one_element():
+    view, node, _ = traced(lambda x, i: x.index_select(1, i), X, torch.tensor(2))
+    assert taken(view, view.call(node)) is None and fake(node).shape == (2, 1, 4)
+
+
 # Products
 
 A, W, V1, BIAS = tensor(2, 5, 4), tensor(6, 4, seed=1), tensor(4, seed=2), tensor(6, seed=3)

@@ -87,6 +87,8 @@ def taken(view: GraphView, call: Call) -> Taken | None:
             dims = listed(call["dim"]) if call.get("dim") is not None else range(n)
             gone = [d % n for d in dims if n and same_size(shape[d], 1)]
             return Taken(x, [0 if d in gone else slice(None) for d in range(n)])
+        case "index_select" if not view.shape(call["index"]):
+            return None  # one of no axes leaves an axis of one element, and x[index] none
         case "select" | "index_select":
             item = call["index"]
         case "narrow":

@@ -121,7 +121,7 @@ def _items(view: GraphView, call: Call) -> tuple[Any, list[Any]]:
             elif isinstance(index, list):
                 index = tuple(index)
             return table, expanded_index(index, len(view.shape(table))) or []
-        case "index_select":
+        case "index_select" if view.shape(call["index"]):
             axis, ids = call["dim"], call["index"]
         case "gather" | "take_along_dim" if call.get("dim") is not None:
             axis, ids, other = call["dim"], call["index"], None

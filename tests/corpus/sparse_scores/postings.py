@@ -80,6 +80,16 @@ def fields_of_a_document(c, terms, weights):
     return scores.topk(K)
 
 
+@scoring("maybe", "the lists of one term have an axis of one element", terms=True, batch=False)
+def lists_of_a_number(c, terms, weights):
+    """index_select by an index of no axes"""
+    scores = torch.zeros(N)
+    for t in range(2):
+        impacts = c.post.index_select(0, terms[t])[0] * weights[t]
+        scores.index_add_(0, c.docs.index_select(0, terms[t])[0], impacts)
+    return scores
+
+
 @scoring("no_rewrite", "also read by clamp", terms=True, at="docs.clamp_(")
 def lists_that_are_clamped_in_place(c, terms, weights):
     """documents beyond the sixth share its scores"""
