@@ -164,6 +164,17 @@ def test_an_index_of_no_axes_leaves_an_axis_of_one_element():
     assert taken(view, view.call(node)) is None and fake(node).shape == (2, 1, 4)
 
 
+def test_an_einsum_of_one_tensor_puts_its_axes_in_another_order():
+    for fn in (
+        lambda x: torch.einsum("a b c -> c a b", x),
+        lambda x: torch.einsum(x, [0, 1, 2], [2, 0, 1]),
+    ):
+        view, node, _ = traced(fn, X)
+        assert order_of(view.call(node), 3) == [2, 0, 1]
+    for fn in (lambda x: torch.einsum("abc->ac", x), lambda x: torch.einsum("abb->ab", x[..., :3])):
+        assert name_of(traced(fn, X)[1]) == "einsum"
+
+
 # Products
 
 A, W, V1, BIAS = tensor(2, 5, 4), tensor(6, 4, seed=1), tensor(4, seed=2), tensor(6, seed=3)

@@ -417,8 +417,11 @@ def canonical(node: fx.Node) -> Call | None:
     bound = _bind(name, args, kwargs)
     if bound is not None and any(isinstance(bound[d], fx.Node) for d in _DIMS.intersection(bound)):
         return None  # a dimension that the graph computes: which one is not known here
-    if bound is not None and name == "einsum" and _only_multiplies(**bound):
-        name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))
+    if bound is not None and name == "einsum":
+        if _only_multiplies(**bound):
+            name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))
+        elif (dims := _reordered(**bound)) is not None:
+            name, bound = "permute", {"input": bound["operands"][0], "dims": dims}
     return None if bound is None else Call(name, bound, inplace)
 
 
@@ -457,6 +460,16 @@ def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:
     if "." in letters or len(set(letters)) != len(letters) or len(terms) != 2:
         return False
     return any(a == out and out.endswith(b) for a, b in (terms, terms[::-1]))
+
+
+def _reordered(equation: Any, operands: tuple = ()) -> tuple[int, ...] | None:
+    """The order in which an einsum of one operand puts its axes, if it does nothing else: "bsv->bvs"."""
+    if len(operands) != 1 or not isinstance(equation, str) or "->" not in equation:
+        return None
+    axes, out = equation.replace(" ", "").split("->")
+    if "." in axes or len(set(axes)) != len(axes) or sorted(axes) != sorted(out):
+        return None
+    return tuple(axes.index(letter) for letter in out)
 
 
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
