@@ -201,7 +201,7 @@ class SpladeHead(Recogniser):
         if len(red.dims) > 1:
             chain.merge(red.dims, red.dim, red.source)
         if any(same_size(s, 0) for s in view.shape(red.source)):
-            raise NoMatch("there is nothing to take the maximum of", node)
+            raise NoMatch("the logits have no elements", node)
         if chain.v_dim == red.dim or (
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):

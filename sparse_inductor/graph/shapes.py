@@ -48,7 +48,7 @@ def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
         what = "outputs of the linear" if columns in tensors else "rows"
         raise NoMatch(f"gathers {what} in a way that is not followed", node)
     if any(isinstance(item, (list, tuple, bool)) for item in items if item is not columns):
-        raise NoMatch("gathers rows by a list before the reduction", node)
+        raise NoMatch("gathers rows by a list", node)
     if not (columns in tensors or isinstance(columns, slice)):
         raise NoMatch("picks single outputs of the linear", node)
     kept = [*part.items]
@@ -183,7 +183,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             return _expand(node, call, before, after, v)
         case "narrow":
             raise NoMatch("narrows by sizes that are not known, or from the end", node)
-    raise NoMatch(f"{call.name} before the reduction is not followed", node)
+    raise NoMatch(f"{call.name} after the linear is not followed", node)
 
 
 def _expand(node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> Move:

@@ -162,7 +162,7 @@ class BackwardWalk:
                 "every token has a weight for its own term alone: scatter_reduce of 'amax' into one row a text makes "
                 "no rows of tokens"
             )
-        raise self.decline(f"{name} after the linear is not an elementwise step")
+        raise self.decline(f"{name} after the linear is no step of an operator")
 
     # Shape and dtype
 

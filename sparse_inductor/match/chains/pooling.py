@@ -20,6 +20,7 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import entries_of, entry_of_axis
 from ...graph.view import GraphView, same_size, same_sizes
+from ...graph.vocabulary import COPIES
 from .backward_walk import walk_back
 from .chain import Chain
 from .family import above, below
@@ -301,7 +302,8 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     if linears(view, node) != []:
         return None  # no product, or one with a matrix
     call = view.call(node)
-    for x in call.get("operands") or (call["input"], call["other"]):
+    factors = call.get("operands") or (call["input"], call["other"])
+    for x in factors if len(factors) > 1 else ():
         if view.is_tensor(x) and view.dtype(x).is_floating_point:
             found = above(view, x, _POOLED)
             if "linear" in found and _is_activated(found):
@@ -311,7 +313,9 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
 
 def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
     """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
-    an activation before or after it."""
+    an activation before or after it. The largest absolute value is the scale of what is quantised."""
+    if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) == "abs":
+        return False
     found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
     ndim = len(view.shape(red.source))
     if "linear" in found:

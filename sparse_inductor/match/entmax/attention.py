@@ -228,6 +228,8 @@ class _Reader:
             raise NoMatch("queries and keys do not share one axis to be multiplied over", self.node)
         several = {a for a in (*batch, *shared) if not same_size(a.size, 1)}
         if not query and not several <= in_k:
+            if "batched matmul" in producers(self.view, k.node):
+                raise NoMatch("the scores are mixed over heads", scores.product.node)
             raise NoMatch("a gate: each row has values of its own, and shares its keys", self.node)
         causal = False
         if not scores.unless:

@@ -41,20 +41,23 @@ class Probabilities:
     """What lies between an operand and the entmax that it is, read upwards.
 
     axes: those of what has been reached, the entmax's result in the end. nodes: what lies between, the operand's node
-    first. again: masks that drop probabilities, which the scores' own have to be, unless they drop whole rows. factors:
-    what the rows are multiplied by, none of which may vary with the keys. sums: the divisions by the values' own sum,
-    each with the axis that is summed, and whether an empty row is divided by a small number instead of zero.
+    first. again: masks that drop probabilities, which the scores' own have to be, unless they drop whole rows; each
+    with the node that drops them. factors: what the rows are multiplied by, none of which may vary with the keys. sums:
+    the divisions by the values' own sum, each with the axis that is summed, and whether an empty row is divided by a
+    small number instead of zero.
     """
 
     view: GraphView
     axes: Sequence[Axis]
     found: Transform = dataclasses.field(init=False)
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
-    again: list[Placed] = dataclasses.field(default_factory=list)
+    again: list[tuple[Placed, fx.Node]] = dataclasses.field(default_factory=list)
     factors: list[Placed | float] = dataclasses.field(default_factory=list)
     sums: list[tuple[fx.Node, Axis, bool]] = dataclasses.field(default_factory=list)
 
-    def by_rows(self, keys: Sequence[Atom]) -> tuple[list[Placed | float], list[Placed]]:
+    def by_rows(
+        self, keys: Sequence[Atom]
+    ) -> tuple[list[Placed | float], list[tuple[Placed, fx.Node]]]:
         """(what rows are multiplied by, masks of whole rows among it; the masks of `again` that vary with the keys).
         Raises NoMatch where a factor does."""
 
@@ -64,12 +67,12 @@ class Probabilities:
         for factor in self.factors:
             if isinstance(factor, Placed) and varies(factor):
                 raise _changed_by(self.view, factor.reader)
-        rows = [p for p in self.again if not varies(p)]
-        return [*self.factors, *rows], [p for p in self.again if varies(p)]
+        rows = [p for p, _ in self.again if not varies(p)]
+        return [*self.factors, *rows], [one for one in self.again if varies(one[0])]
 
     def check_again(
         self,
-        again: Sequence[Placed],
+        again: Sequence[tuple[Placed, fx.Node]],
         masks: Sequence[Placed],
         biases: Sequence[Placed],
         fill: float | None,
@@ -80,8 +83,9 @@ class Probabilities:
         Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. unless:
         the scores have masks that win over these.
         """
-        view, at = self.view, again[0].reader
-        one, two = ([p for m in some for p in conjuncts(view, m)] for some in (masks, again))
+        view, (_, at) = self.view, again[0]
+        more = [p for p, _ in again]
+        one, two = ([p for m in some for p in conjuncts(view, m)] for some in (masks, more))
         alike = all(any(_same(view, a, b) for b in two) for a in one) and all(
             any(_same(view, a, b) for a in one) for b in two
         )
@@ -115,7 +119,7 @@ class Probabilities:
                 self.nodes.append(one.keep)  # the operator gives no NaN where rows have no keys
             else:
                 mask = beside(view, one.keep, self.axes, reader, negate=one.negate)
-                self.again.append(mask)
+                self.again.append((mask, node))
             return one.x
         # A quotient by the rows' sums takes out again what they were multiplied by.
         scaled = None if self.sums else _multiplied(view, node, call, self.axes)

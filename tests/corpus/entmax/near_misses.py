@@ -91,6 +91,20 @@ def pooled_by_a_sum(q, k, v, mask):
     return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
 
 
+@attention("mixed over heads", pattern="entmax_attention", at="torch.einsum(")
+def heads_mixed_in_the_scores(q, k, v, mask):
+    mix = torch.eye(H) + 0.1
+    return entmax.entmax15(torch.einsum("bhij,hg->bgij", q @ k.mT * SCALE, mix), dim=-1) @ v
+
+
+@attention("mul changes the prob", pattern="entmax_attention", at="* kept")
+def keys_dropped_by_a_number(q, k, v, mask):
+    """the mask that the scores lack, as a number"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    kept = mask[:, None, None].float()
+    return (p * kept) @ v
+
+
 @attention("a layer's outputs are experts, no keys", pattern="entmax_attention")
 def routed_to_experts(q, k, v, mask):
     """what every expert is given"""

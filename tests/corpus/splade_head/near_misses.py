@@ -248,6 +248,19 @@ def integer_logits(h, mask, w):
     return torch.relu((h @ w.T) * mask.unsqueeze(-1)).amax(dim=1)
 
 
+@formula("no_rewrite", "the scale of what is quantised")
+def quantised_activations(h, mask, w):
+    """The input of an int8 layer."""
+    hidden = torch.relu(h @ w.T)
+    scale = hidden.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
+    return (hidden / scale).round(), scale
+
+
+@formula("no_rewrite", "nan_to_num after the linear is no step", at="nan_to_num(")
+def cleaned_logits(h, mask, w):
+    return torch.nan_to_num(h @ w.T).relu().log1p().amax(dim=1)
+
+
 @formula(
     "no_rewrite",
     "are complex",
