@@ -265,6 +265,8 @@ class Chain:
             kind = self._kind(item, node) if isinstance(item, Term) else None
             if kind == "entry":
                 raise NoMatch("an operand differs by sequence and by output", node)
+            if rows and isinstance(item, Step):
+                raise NoMatch(f"a factor or mask of every token comes before {item.fn}", node)
             if not (isinstance(item, Term) and _is_factor(item)):
                 raise NoMatch(_MORE, node)
             (rows if kind == "row" else columns).append(item)

@@ -156,7 +156,7 @@ def masked_convolutions():
     return lambda x: down(torch.relu(up(x * mask)) * mask) * mask, (tokens(shape=(B, K, S)),)
 
 
-@weighed("no_rewrite", "more than a factor", at="F.relu(")
+@weighed("no_rewrite", "of every token comes before relu", at="F.relu(")
 def token_factor_before(x, p, m):
     """The factor is rectified, too."""
     return m.down(F.relu(m.up(x) * p))
