@@ -38,17 +38,17 @@ class Move:
 
 
 def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
-    """Indexing by numbers and slices, or by one vector beside slices."""
+    """Indexing by numbers and slices, or by one vector beside slices; a vector of outputs is a tensor."""
     items = [item for item in part.items if item is not None]
     columns = items[v]
-    tensors = [item for item in items if isinstance(fake(item), torch.Tensor)]
-    vectors = [t for t in tensors if fake(t).dim() == 1 and fake(t).dtype != torch.bool]
+    tensors = [i for i in items if isinstance(i, list) or isinstance(fake(i), torch.Tensor)]
+    vectors = [t for t in tensors if _is_vector(t) and not (t is columns and isinstance(t, list))]
     slices = sum(isinstance(item, slice) for item in items)
     if tensors and (len(tensors), len(vectors), slices) != (1, 1, len(items) - 1):
         what = "outputs of the linear" if columns in tensors else "rows"
         raise NoMatch(f"gathers {what} in a way that is not followed", node)
-    if any(isinstance(item, (list, tuple, bool)) for item in items if item is not columns):
-        raise NoMatch("gathers rows by a list", node)
+    if any(isinstance(item, (tuple, bool)) for item in items if item is not columns):
+        raise NoMatch("gathers rows in a way that is not followed", node)
     if not (columns in tensors or isinstance(columns, slice)):
         raise NoMatch("picks single outputs of the linear", node)
     kept = [*part.items]
@@ -73,6 +73,13 @@ def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
 
     columns = None if columns == slice(None) else columns
     return Move(origin.index(v), origin, apply, columns)
+
+
+def _is_vector(index: Any) -> bool:
+    """Whether an index is a list of numbers, or a tensor of them with one axis."""
+    if isinstance(index, list):
+        return all(type(i) is int for i in index)
+    return fake(index).dim() == 1 and fake(index).dtype != torch.bool
 
 
 def reshaped(

@@ -45,6 +45,7 @@ def dropout_that_is_off(self, h, mask):
 each(
     pooled(),
     movedim_first=lambda w: w.movedim(1, 0).amax(0),
+    tokens_by_a_list=lambda w: w[:, [0, 3, 2]].amax(1),
     einsum_then_last_dim=lambda w: torch.einsum("bsv->bvs", w).amax(-1),
     permute_then_last_dim=lambda w: w.permute(0, 2, 1).contiguous().max(-1)[0],
     keepdim_then_index=lambda w: torch.max(w, dim=1, keepdim=True)[0][:, 0],
