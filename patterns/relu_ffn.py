@@ -67,6 +67,7 @@ NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 
 _SEVERAL_AXES = "projections over several axes at once, or to several: make one axis of them before (flatten, reshape)"
+_VECTOR = "the down projection is a vector, which gives one number a token"
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
 
@@ -213,7 +214,8 @@ class ReluFfn(Recogniser):
                 why = product_in_einsum(view, node)
             else:
                 batched = {*product.a.axes} & {*product.b.axes} & {*product.axes} - {None}
-                why = _EXPERTS if batched else _SEVERAL_AXES
+                vector = min(len(product.a.axes), len(product.b.axes)) == 1
+                why = _EXPERTS if batched else _VECTOR if vector else _SEVERAL_AXES
             return Miss(why, node) if why else None
         try:
             return first_match(lambda down: self._block(node, view, down), found)
@@ -394,7 +396,7 @@ ReluFfn.examples = (
 ReluFfn.near_misses = (
     *_examples(reason="also returned", returned=_returned),
     *_examples(
-        reason="no factor is zero below some number",
+        reason="no factor is known to be zero below some number",
         leaky=lambda x, gate, up, down: down(F.leaky_relu(up(x))),
     ),
     *_examples(

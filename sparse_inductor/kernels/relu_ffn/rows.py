@@ -25,7 +25,6 @@ from .packing import n_listed
 # Columns of a sum to a program of one warp, whose loads are of 16 bytes a thread. All rows pass over them before the
 # next, so that they stay in L2, and a long row is spread over as many programs as it has such columns.
 WIDTH = 256
-SUM_COLUMNS = 512
 
 
 @relaunched
@@ -176,11 +175,10 @@ def weighted_rows(
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
     width = gather.width(D, WIDTH, not out.is_cuda)
-    warps = max(1, width // SUM_COLUMNS)
     _weighted_rows_kernel[(M, triton.cdiv(D, width))](
         count, index, value, table, value_b, table_b, onto, bias, out, state, ready,
         M, D, table.stride(0), table_b.stride(0), out.stride(0),
         STEPS=encode(steps), TWO=second is not None, ASK=state is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], FLIGHT=FLIGHT, WIDTH=width, EVEN=D % width == 0,
-        STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(out), **limited(out), num_warps=warps,
+        STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(out), **limited(out), num_warps=1,
     )  # fmt: skip

@@ -75,7 +75,7 @@ class Reading:
 def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
     """The gate and up branches of a value. Raises NoMatch."""
     if not may_be_above(view, reader.all_input_nodes, SIGNS):
-        raise NoMatch("no factor is zero below some number", value)
+        raise NoMatch("no factor is known to be zero below some number", value)
     found, factors, tokens = _branches(view, value, reader, down.d_dim)
     thresholds = [zero_threshold(b.program) for b in found]
     _check_tokens(view, found, tokens)
@@ -86,7 +86,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
         for source in (s for token in tokens for s in token.term.nodes):
             if above(view, source) & RECTIFIER_CALLS:
                 raise NoMatch("rectifies a factor of every token, none of every neuron", source)
-        raise NoMatch("no factor is zero below some number: " + _programs(found), value)
+        raise NoMatch("no factor is known to be zero below some number: " + _programs(found), value)
     if len(found) > 2:
         for node in (n for b in found if is_flat(b.program) for n in b.nodes):
             if view.name_of(node) in COMPARISONS:

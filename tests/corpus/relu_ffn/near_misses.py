@@ -51,6 +51,11 @@ def selected_by_another_projection(x, m):
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
+@miss("the down projection is a vector", at="m.down.weight[0]")
+def one_number_a_token(x, m):
+    return F.relu(m.up(x)) @ m.down.weight[0]
+
+
 @miss("over several axes at once", at="bsln,lnd->bsd")
 def neurons_on_two_axes(x, m):
     """the down projection is over both axes"""
