@@ -345,7 +345,6 @@ def _backward(grad, d_stats, *call):
 class _ReluFfn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, popular, shift, x, *tensors):
-        ctx.needs_x = ctx.needs_input_grad[3]
         tensors = (x if shift is None else x - shift, *tensors)
         y, numbers, counts, *packed = torch.ops.sparse_inductor.relu_ffn_train(
             *tensors, *settings, popular

@@ -127,7 +127,8 @@ def _weighted_sum(
     exact = exact and view.dtype(node) == torch.promote_types(fake(w).dtype, view.dtype(source))
     if axis not in dims or not exact or made is None:
         return None
-    return Statistic(node, source, tuple(passed), dims, bool(call.get("keepdim")), weight=made)
+    detached, keepdim = not view.requires_grad(node), bool(call.get("keepdim"))
+    return Statistic(node, source, tuple(passed), dims, keepdim, detached=detached, weight=made)
 
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:

@@ -115,3 +115,13 @@ def weighed_by_what_may_be_negative(x, m):
     """an L1 term of weighed activations"""
     h = F.relu(m.up(x))
     return m.down(h), (h * m.up.bias).abs().sum(-1)
+
+
+@block(modes=TRAIN)
+def logged_sum_of_weighted_neurons(x, m):
+    """what is logged has no gradient, whatever it is made of"""
+    norms = m.down.weight.norm(dim=0)
+    h = F.relu(m.up(x))
+    with torch.no_grad():
+        logged = (h * norms).sum(-1)
+    return m.down(h) * logged.mean()
