@@ -48,7 +48,7 @@ def test_results_have_the_strides_of_the_program(fn, dynamic):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_cut_from_a_block_is_a_tensor_of_its_own(rows, training):
-    """The operator computes a weighted sum of the activations as one more column of its result."""
+    """The operator returns a weighted sum of the activations as one of its statistics."""
     up, down = nn.Linear(8, 40), nn.Linear(40, 8)
 
     def fn(x):

@@ -6,7 +6,7 @@ there to be found. The generated module makes a `site` a call, under a name of i
 
     sparse_inductor_relu_ffn_buf5 = site('relu_ffn', 'cuda', True)
     ...
-    buf5 = sparse_inductor_relu_ffn_buf5(buf4, arg3_1, None, arg4_1, None, arg5_1, None, 'relu', '', False)
+    buf5 = sparse_inductor_relu_ffn_buf5(buf4, arg3_1, None, ..., 'relu', '', False, False)
 
 C++ wrappers and AOTInductor's packages call the operator.
 """

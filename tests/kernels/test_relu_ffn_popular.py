@@ -134,10 +134,10 @@ def test_a_block_with_popular_neurons(gated, bias, chunk, monkeypatch):
         alone = forward.forward(x, b, None, None, CAP, neurons=64)
     torch.testing.assert_close(alone, got, rtol=1e-5, atol=1e-5)
 
-    dy = torch.randn_like(got)
-    mine = backward.backward(dy, None, x, b, packed, [True] * 7)
-    theirs = aten.backward(dy, None, x, b, plain, [True] * 7)
-    by_aten = aten.backward(dy, None, x, b, packed, [True] * 7)
+    call, wanted = (torch.randn_like(got), None, None, x, b), ([True] * 8, [False] * 3)
+    mine = backward.backward(*call, packed, *wanted)
+    theirs = aten.backward(*call, plain, *wanted)
+    by_aten = aten.backward(*call, packed, *wanted)
     for found in (mine, by_aten):
         for one, other in zip(found, theirs, strict=True):
             if other is not None:

@@ -67,7 +67,7 @@ class LayerMatch:
         block = e.call(
             own_operator("relu_ffn"),
             norm(x, 2) if first else x, call["ffn_weight_1"], call["ffn_bias_1"], None, None,
-            call["ffn_weight_2"], call["ffn_bias_2"], render((Step("relu"),)), "", False,
+            call["ffn_weight_2"], call["ffn_bias_2"], None, None, render((Step("relu"),)), "", False, False,
         )  # fmt: skip
         x = e.call(operator.add, e.call(operator.getitem, block, 0), x)
         x = x if first else norm(x, 2)

@@ -225,6 +225,9 @@ class Statistic:
         rest = tuple(d - (d > axis) for d in self.dims if d != axis)
         if rest:
             t = e.method(self.by, t, rest)
+        elif self.norm == 1 and self.by == "sum":
+            # Its own memory, no view of all statistics; a clone is what compilers leave out.
+            t = e.method("sum", e.method("unsqueeze", t, 0), 0)
         return self._finished(e, t)
 
     def emit_of_neurons(self, e: Emitter, counts: fx.Node, per_token: fx.Node) -> fx.Node:
