@@ -55,7 +55,7 @@ from sparse_inductor.match.feed_forward.block import (
 from sparse_inductor.match.feed_forward.downs import Downs
 from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
-from sparse_inductor.match.feed_forward.entries import shift_of
+from sparse_inductor.match.feed_forward.entries import Shift, shift_of, shifted
 from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.feed_forward.readers import Others, other_readers
 from sparse_inductor.pattern import Miss, Sparse
@@ -74,7 +74,7 @@ _EXPERTS = "every expert (or head) has weights of its own, and the operator take
 @dataclasses.dataclass
 class BlockMatch:
     """A recognised block, ready to be replaced. `at` is where the operator goes in; residual: what is added to the
-    block, where the anchor is that sum. shifted: of `shift_of`. thresholds: of `thresholds_of`; the up branch is then
+    block, where the anchor is that sum. shift: of `shift_of`. thresholds: of `thresholds_of`; the up branch is then
     the gate. saves: gives `bytes_saved`, which imports kernels on a GPU."""
 
     anchor: fx.Node
@@ -85,7 +85,7 @@ class BlockMatch:
     matched_nodes: tuple[fx.Node, ...]
     saves: Callable[[], int | None]
     residual: fx.Node | None = None
-    shifted: tuple[fx.Node, fx.Node, fx.Node] | None = None
+    shift: Shift | None = None
     thresholds: Term | None = None
     popular: int = 0
     pattern, op = NAME, OP
@@ -100,8 +100,7 @@ class BlockMatch:
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        difference, *operands = self.shifted or (self.anchor,)
-        return _reads(self.reading, self.others) + [(t, difference) for t in operands]
+        return [*_reads(self.reading, self.others), *(self.shift.reads if self.shift else ())]
 
     @property
     def ends(self) -> tuple[fx.Node, ...]:
@@ -143,10 +142,7 @@ class BlockMatch:
             weights += [e.method("detach", t) if t is not None and flat else t for t in pair]
         weights += [None] * (4 - len(weights))
         down_bias = downs.bias(e, dtype)
-        shift = None
-        if self.shifted is not None and x is self.shifted[0]:
-            _, x, shift = self.shifted
-            shift = e.method("reshape", shift, (-1,)) if fake(shift).dim() != 1 else shift
+        x, shift = shifted(e, x, self.shift)
         statistics = [s for s, _ in self.others.statistics]
         stat_weight = next((s.weight[1](e) for s in statistics if s.weight is not None), None)
         if stat_weight is not None:
@@ -285,14 +281,14 @@ class ReluFfn(Recogniser):
                 match = BlockMatch(end, reading, one, others, end, with_sum, saved, residual)
                 check_match(view, match)
                 return match
-        shifted = None
+        shift = None
         if up is None and len(gate.linear.summands) == 1 and gate.linear.source not in nodes:
-            shifted = shift_of(view, gate.linear.source, node, node)
-        if shifted is not None and {*view.readers(shifted[0])} <= {*nodes}:
-            nodes = matched_nodes(view, [*nodes, shifted[0]])
+            shift = shift_of(view, gate.linear.source, node, node)
+        if shift is not None and {*view.readers(shift.difference)} <= {*nodes}:
+            nodes = matched_nodes(view, [*nodes, shift.difference])
         thresholds = None if others.statistics else thresholds_of(reading)
         return BlockMatch(
-            node, reading, one, others, at, nodes, saved, shifted=shifted, thresholds=thresholds
+            node, reading, one, others, at, nodes, saved, shift=shift, thresholds=thresholds
         )
 
     def worth(self, match: BlockMatch | LayerMatch, view: GraphView) -> Worth:

@@ -29,10 +29,12 @@ from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.feed_forward.entries import (
     ACTIVATES,
     Activated,
+    Shift,
     activated,
     decoders_below,
     entries,
     shift_of,
+    shifted,
     sizes_of,
 )
 from sparse_inductor.pattern import Sparse
@@ -48,13 +50,13 @@ _PRODUCTS = frozenset("linear matmul mm addmm einsum tensordot inner".split())
 @dataclasses.dataclass
 class ProductMatch:
     """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads.
-    rectified: what a ReLU makes them of, where one does. shifted: of `shift_of`, for the encoder."""
+    rectified: what a ReLU makes them of, where one does. shift: of `shift_of`, for the encoder."""
 
     linear: Linear
     op: str
     activations: fx.Node
     rectified: fx.Node | None = None
-    shifted: tuple[fx.Node, fx.Node, fx.Node] | None = None
+    shift: Shift | None = None
     bytes_saved: int | None = 0
     pattern: str = NAME
 
@@ -72,11 +74,10 @@ class ProductMatch:
 
     @property
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        difference, *operands = self.shifted or (self.anchor,)
         reads = [(t, self.anchor) for t in (self.linear.source, *self.linear.read)]
         if self.op == DECODER and self.rectified is not None:
             reads.append((self.rectified, self.activations))
-        return (*reads, *((t, difference) for t in operands))
+        return (*reads, *(self.shift.reads if self.shift else ()))
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -91,14 +92,12 @@ class ProductMatch:
         dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
         bias = linear.emit_bias(e)
         weight = e.cast(linear.weight(e), dtype)
-        x, more = linear.linear_input(e), []
+        x, shift = shifted(e, linear.linear_input(e), self.shift)
+        more: list[Any] = [] if shift is None else [shift]
         if self.op == DECODER:
             weight = e.method("t", weight)
             if self.rectified is not None and x is self.activations:
                 x, more = self.rectified, [True]
-        elif self.shifted is not None and x is self.shifted[0]:
-            _, x, shift = self.shifted
-            more = [e.method("reshape", shift, (-1,)) if fake(shift).dim() != 1 else shift]
         y = e.call(
             own_operator(self.op.rpartition(":")[2]),
             e.cast(x, dtype), weight, None if bias is None else e.cast(bias, dtype), *more,
@@ -132,8 +131,8 @@ class SparseProduct(Recogniser):
                 if found is not None and node in found[1].encoders:
                     source = found[0].source
                     rectified = _rectified(view, source, user)
-                    shifted = shift_of(view, linear.source, node, node)
-                    return _checked(ProductMatch(linear, ENCODER, source, rectified, shifted), view)
+                    shift = shift_of(view, linear.source, node, node)
+                    return _checked(ProductMatch(linear, ENCODER, source, rectified, shift), view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:

@@ -28,7 +28,7 @@ from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COPIES
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
-from sparse_inductor.match.feed_forward.entries import is_last, shift_of, sizes_of
+from sparse_inductor.match.feed_forward.entries import Shift, is_last, shift_of, shifted, sizes_of
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
@@ -40,15 +40,14 @@ OP = "sparse_inductor::topk_encode"
 class EncoderMatch:
     """A recognised encoder, ready to be replaced. scores: what the topk would choose from without a ReLU. given: the
     product is there already, since it is read elsewhere or in another dtype than what is added to it, as under autocast
-    with a bias in fp32. shifted: (node, tensor, vector) of the difference that the linear takes, where only the vector
-    needs a gradient."""
+    with a bias in fp32. shift: of `shift_of`."""
 
     anchor: fx.Node
     chain: Chain
     scores: fx.Node
     k: int | fx.Node
     given: bool
-    shifted: tuple[fx.Node, fx.Node, fx.Node] | None
+    shift: Shift | None
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     pattern, op = NAME, OP
@@ -61,8 +60,7 @@ class EncoderMatch:
     @property
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         given = [(self.scores, self.anchor)] if self.given else []
-        difference, *operands = self.shifted or (self.anchor,)
-        return (*self.chain.reads, *given, *((t, difference) for t in operands))
+        return (*self.chain.reads, *given, *(self.shift.reads if self.shift else ()))
 
     @property
     def apart(self) -> str:
@@ -79,10 +77,7 @@ class EncoderMatch:
         e, linear = Emitter(self.anchor), self.chain.linear
         dtype = fake(self.scores).dtype  # under autocast not that of the inputs
         weight, bias = self.chain.weight_and_bias(e)
-        x, shift = linear.linear_input(e), None
-        if self.shifted is not None and x is linear.source:
-            _, x, shift = self.shifted
-            shift = e.method("flatten", shift) if fake(shift).dim() != 1 else shift
+        x, shift = shifted(e, linear.linear_input(e), self.shift)
         found = e.call(
             own_operator("topk_encode"),
             e.cast(x, dtype), e.cast(weight, dtype), None if bias is None else e.cast(bias, dtype),
@@ -131,11 +126,11 @@ class TopkEncode(Recogniser):
         mixed = any(fake(n).dtype != fake(scores).dtype for n in above)
         nodes = only_read_by(view, node, () if mixed else above)
         left = not nodes.issuperset(above)
-        shifted = None if left else shift_of(view, linear.source, scores, node)
-        if shifted is not None:
-            nodes = only_read_by(view, node, (*above, shifted[0]))
+        shift = None if left else shift_of(view, linear.source, scores, node)
+        if shift is not None:
+            nodes = only_read_by(view, node, (*above, shift.difference))
         matched = tuple(sorted(nodes, key=view.order.__getitem__))
-        return EncoderMatch(node, chain, scores, k, left, shifted, matched)
+        return EncoderMatch(node, chain, scores, k, left, shift, matched)
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
         k = max(1, expected(match.k if isinstance(match.k, int) else fake(match.k)))

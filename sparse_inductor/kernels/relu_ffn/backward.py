@@ -102,7 +102,7 @@ def backward(
             second = None if up is None or made[1] is None else (made[1], up.t())
             listed.product(made[0], gate.t(), dx[part], rest, second=second)
         of_tokens = x[part], x[part], dy[part]
-        scales = None, None, None if numbers is None or weight is None else numbers[4]
+        scales = None, None, None if scale is None else scale[part]
         sums = [
             listed.Sum(values, tokens, into, bias, each)
             for values, tokens, (into, bias), each in zip(made, of_tokens, wanted, scales)

@@ -8,10 +8,12 @@ what is mostly zeros are exact for any tensor.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from torch import fx
 
 from ...graph.effects import reached
+from ...graph.emit import Emitter
 from ...graph.fakes import expected, expected_elements
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
@@ -91,11 +93,29 @@ def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-def shift_of(
-    view: GraphView, node: fx.Node, scores: fx.Node, anchor: fx.Node
-) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(difference, tensor, vector) where a linear takes a tensor less a vector, and only the vector needs a gradient:
-    that is a sum over the rows, which need not be made one by one."""
+class Shift(NamedTuple):
+    """A tensor less a vector that a linear takes, where only the vector needs a gradient: that is a sum over the rows,
+    which need not be made one by one."""
+
+    difference: fx.Node
+    tensor: fx.Node
+    vector: fx.Node
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        return (self.tensor, self.difference), (self.vector, self.difference)
+
+
+def shifted(e: Emitter, x: fx.Node, shift: Shift | None) -> tuple[fx.Node, fx.Node | None]:
+    """What an operator takes for a linear's input x, and what it subtracts from that, [D] or None."""
+    if shift is None or x is not shift.difference:
+        return x, None
+    vector = shift.vector
+    return shift.tensor, e.method("flatten", vector) if fake(vector).dim() != 1 else vector
+
+
+def shift_of(view: GraphView, node: fx.Node, scores: fx.Node, anchor: fx.Node) -> Shift | None:
+    """The shift that a linear's input is; None for anything else."""
     call = view.call(node)
     if call.name != "sub" or call.inplace:
         return None
@@ -106,7 +126,7 @@ def shift_of(
     dtypes = {fake(t).dtype for t in (node, x, vector, scores)}
     wanted = all(map(view.needs_grad, (node, vector))) and not view.needs_grad(x)
     there = not any(view.effects.changes(t, node, anchor) for t in (x, vector))
-    return (node, x, vector) if wanted and there and len(dtypes) == 1 else None
+    return Shift(node, x, vector) if wanted and there and len(dtypes) == 1 else None
 
 
 def _scattered(
