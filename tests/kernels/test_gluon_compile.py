@@ -53,10 +53,10 @@ def compile_all() -> None:
     types = "*i32 *i32 *bf16 *i32 *i16 *bf16 *i32 *i32 *i32".split()
     for words, each in ((packing.WORDS, 1), (packing.WORDS, packing.EACH)):
         constants = {
-            "STEPS": encode(parse("relu")), "GATED": True, "CAP": 256, "PIECE": 64, "PIECES": 4, "WORDS": words,
-            "EACH": each, "PDL": True, "stats": None,
+            "CAP": 256, "PIECE": 64, "PIECES": 4, "WORDS": words,
+            "EACH": each, "PDL": True, "NONZERO": False, "thresholds": None,
         }  # fmt: skip
-        given = [*types, *"i32 i32 i32 i32 fp32 fp32".split()]
+        given = [*types, *"i32 i32 i32 fp32 i32".split()]
         found = compiled(packing._pack_kernel.kernel, given, constants, num_warps=1)
         assert (
             found.asm["ptx"].count("griddepcontrol.wait") == 1 and ".local" not in found.asm["ptx"]
