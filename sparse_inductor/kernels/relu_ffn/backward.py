@@ -1,8 +1,8 @@
-"""Backward of the ReLU feed-forward block on a GPU: every gradient is a product with the same sparse pattern.
+"""Backward of the ReLU feed-forward block on a GPU: every gradient is a product with the same sparsity pattern.
 
-By rows: the gradient of h at the active neurons, from it those of both projections, and the gradient of x. By neurons:
-the gradients of the weights, over lists of the tokens where a neuron is active (`relu_ffn.columns`). Rows that were not
-packed are computed again, densely.
+Row kernels compute the gradient of h at the active neurons, the gradients of both projections from it, and the gradient
+of x. The gradients of the weights are sums per neuron over lists of the tokens at which it is active
+(`relu_ffn.columns`). Overflow rows are recomputed densely.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import few, forward, listed, popular, rows
 from .columns import TokenLists, sums_by_neuron
 from .forward import Block, Packed, chunks, rows_of_table
 
-# Elements of a dense chunk: three work tensors of 128 MiB at 16 bits.
+# Elements of a dense chunk of overflow rows: each of three work tensors has 128 MiB at 16 bits.
 CHUNK = 1 << 26
 
 
@@ -30,8 +30,8 @@ def backward(
     needs: Sequence[bool],
     turned: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of the weight of a statistic; None where not
-    needed. turned: which of those of gate, up and down lie by columns in memory."""
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of the statistic's weight; None where not
+    needed. turned: which of the gradients of gate, up and down are laid out column-major."""
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
@@ -40,7 +40,7 @@ def backward(
         return few.backward(dy, x, b, needs, turned)
     cap = packed.index.shape[1]
     gated = b.up is not None
-    # Rows of these are gathered for the gradient of x alone, and those of popular neurons.
+    # Rows of these weights are gathered only for the gradient of x and for popular neurons.
     gathered = needs[0] or len(packed.popular) > 0
     gate, up = (None if t is None else rows_of_table(t) if gathered else t for t in (b.gate, b.up))
     assert gate is not None
@@ -56,7 +56,7 @@ def backward(
     by_up = d_wu is not None or d_bu is not None
     by_down = needs[5] or d_weight is not None
 
-    # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
+    # One kernel computes the gradients of both weights and biases, so that each needs a buffer.
     into_gate = gate.new_empty(gate.shape) if d_wg is None else d_wg
     into_up = None if up is None else up.new_empty(up.shape) if d_wu is None else d_wu
     scale = None if d_stats is None or weight is None else d_stats[4]
@@ -91,7 +91,7 @@ def backward(
     if common is not None:
         weights = (into_gate, into_up) if by_gate or by_up else ()
         common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
-    for part in chunks(len(x), N, CHUNK):  # one at a time: they are large
+    for part in chunks(len(x), N, CHUNK):  # one after the other: the work tensors are large
         numbers = None if d_stats is None else d_stats[:, part]
         rest = listed.Listed.of(packed.count[part], cap)
         made = listed.gradients(
@@ -118,7 +118,7 @@ def backward(
 
 
 def _laid_out(gradient: torch.Tensor | None, turned: bool) -> torch.Tensor | None:
-    """A weight's gradient, by columns in memory if `turned`, else by rows."""
+    """A weight's gradient, column-major if `turned`, else row-major."""
     if gradient is None:
         return None
     return rows.by_neuron(gradient).t() if turned else rows.by_neuron(gradient.t())

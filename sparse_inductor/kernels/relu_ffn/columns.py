@@ -16,16 +16,17 @@ from . import gather
 from .gather import FLIGHT, fp32, in_pairs
 from .packing import popcount
 
-# Rows a word of the token masks.
+# Rows per word of the token masks.
 WORD = 32
-# Columns of the sums of a program of one warp: the second where rows are short of a multiple of the first.
+# Columns of a sum per program of one warp; the second if the width is not a multiple of the first.
 WIDTHS = 512, 256
 
 
 @relaunched
 @triton.jit
 def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes: any order gives the same."""
+    """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m. OR commutes: the result is
+    deterministic."""
     m = tl.program_id(0)
     c = tl.load(count + m)
     if c > CAP:
@@ -39,7 +40,7 @@ def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.cons
 @relaunched
 @triton.jit
 def _count_kernel(bitmask, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
-    """before[w, n] = tokens of neuron n in words before w; total[n] = all of them."""
+    """before[w, n] = number of tokens of neuron n in the words before w; total[n] = number of all its tokens."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     carry = tl.zeros([BN], tl.int32)
     for w0 in range(0, words, WORDS):
@@ -58,7 +59,8 @@ def _count_kernel(bitmask, before, total, words, N, WORDS: tl.constexpr, BN: tl.
 def _place_kernel(
     count, index, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """entry[start[n] + rank] = m * CAP + i for the row's i-th active neuron n, rank being its rank among n's tokens."""
+    """entry[start[n] + rank] = m * CAP + i for the i-th active neuron n of row m, where rank counts n's tokens before
+    m."""
     m = tl.program_id(0)
     c = tl.load(count + m)
     if c > CAP:
@@ -87,7 +89,8 @@ def _scan_kernel(total, start, N, BLOCK: tl.constexpr):
 
 
 class TokenLists(NamedTuple):
-    """The tokens of each neuron n: entry[start[n] + j] is the place of the j-th in the packed form, j < total[n]."""
+    """The tokens of each neuron n: entry[start[n] + j], j < total[n], is the place of the j-th one in the packed
+    form."""
 
     entry: torch.Tensor
     start: torch.Tensor
@@ -95,7 +98,7 @@ class TokenLists(NamedTuple):
 
     @classmethod
     def of(cls, count: torch.Tensor, index: torch.Tensor, N: int) -> TokenLists:
-        """The lists of packed rows: count [M], and index [M, cap] of N neurons."""
+        """The lists for packed rows: count [M], index [M, cap] into N neurons."""
         M, cap = index.shape
         words = triton.cdiv(M, WORD)
         bitmask = count.new_zeros(words, N)
@@ -122,14 +125,14 @@ def sum_entries(
     entry, first, count, x, value_a, value_b, scale, d, D, stride,
     CAP: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """(the sum over entries of value_a * x[row, d], that of value_a or, unless scale is None, of value_a * scale[row],
-    the same two of value_b without a scale, unless that is None). row: of an entry, it divided by CAP."""
+    """Sums over the `count` entries from `first` on: (of value_a * x[row, d]; of value_a, times scale[row] unless scale
+    is None; of value_b * x[row, d]; of value_b). row is entry // CAP. The last two are 0 if value_b is None."""
     r = tl.arange(0, FLIGHT)
     total_a, total_b = tl.zeros([d.shape[0]], tl.float32), tl.zeros([d.shape[0]], tl.float32)
     side_a, side_b = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     at = tl.load(entry + first + tl.minimum(r, tl.maximum(count - 1, 0)))
     for e in tl.range(0, count, FLIGHT, num_stages=1):
-        # The next entries are known before the rows of these arrive. Past the end, the last again.
+        # The next entries are loaded before the rows of these arrive; behind the end, the last one again.
         then = tl.load(entry + first + tl.minimum(e + FLIGHT + r, count - 1))
         row = (at // CAP).to(tl.int64)
         source = x + row[:, None] * stride + d[None, :]
@@ -150,7 +153,7 @@ def sum_entries(
 
 
 def sum_options(x: torch.Tensor) -> dict[str, Any]:
-    """Constants of a kernel that sums rows of x, and how to run it."""
+    """Constants of a kernel that sums rows of x."""
     D = x.shape[1]
     wide, narrow = WIDTHS
     width = gather.width(D, narrow if D % wide and 2 * wide > D else wide, not x.is_cuda)
@@ -164,8 +167,8 @@ def _by_neuron_kernel(
     D, stride_x, stride_a, stride_b,
     CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, part) writes out_a[n, part] = the sum over the neuron's tokens of value_a * x[token], and out_b and
-    the biases, unless they are None; bias_a: see `sum_entries`."""
+    """Program (n, part) writes out_a[n, part] = the sum over the neuron's tokens of value_a * x[token], and likewise
+    out_b and the sums of the values, bias_a and bias_b, unless those are None. scale: see `sum_entries`."""
     n = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     sum_a, side_a, sum_b, side_b = sum_entries(
@@ -185,7 +188,8 @@ def _by_neuron_kernel(
 def sums_by_neuron(
     lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None, scale=None
 ) -> None:  # fmt: skip
-    """out[n] = sum over the tokens of neuron n of value * x[token]; bias[n] that of the values, `a` times `scale`."""
+    """out[n] = the sum over the tokens of neuron n of value * x[token], bias[n] = the sum of the values (of `a` times
+    `scale`), for the values a and, unless it is None, b."""
     D, options = x.shape[1], sum_options(x)
     _by_neuron_kernel[(len(lists.total), triton.cdiv(D, options["WIDTH"]))](
         *lists, x, a, b, out_a, out_b, bias_a, bias_b, scale,

@@ -1,5 +1,5 @@
-"""Dot products of packed rows with the table rows of their active neurons: h from the up projection, and in a backward
-its gradient from the down projection. See `relu_ffn.gather`."""
+"""Dot products of packed rows with the table rows of their active neurons: with the up projection they give h, in the
+backward with the down projection its gradient. See `relu_ffn.gather`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from . import gather
 from .gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
 from .packing import n_listed, pieces_of
 
-# Columns of a row that a warp holds.
+# Columns of a row per warp.
 DOT_COLUMNS = 1024
-# Bytes at most of the dot products of slices that wait to be added.
+# Upper bound in bytes for the dot products of slices before they are added.
 SLICE_SUMS = 256 << 20
-# Pieces of the longest row to a program that takes listed pieces of slices: those of one slice are many more than run
-# at once, so that few run with the next one's.
+# Listed pieces of the longest row per program, where the table is cut into slices: one slice's programs are many more
+# than run at a time, so that few of them run beside the next slice's.
 PIECES_SLICED = 8
-# `gradients` stripes a row's entries over programs, so many at a time.
+# `gradients` distributes a row's entries over programs in stripes of STRIPE entries.
 STRIPE = 32
 PROGRAMS = 4
 PROGRAMS_MANY = 2
-# Columns of a row that are held at a time where all of them would leave too much of the registers empty.
+# Columns of a row that are loaded at a time where a whole padded row would waste too many registers.
 NARROW = 256
 
 
 def _one_slice(table: torch.Tensor) -> tuple[int, int, int]:
-    """As `_slices`: one slice, whose columns are held all at once, as long as registers last."""
+    """As `_slices`, for one slice: a row's columns are held at once, as far as registers allow."""
     columns = gather.width(table.shape[1], 8192, not table.is_cuda)
     return 1, columns, max(1, columns // DOT_COLUMNS)
 
 
 def _slices(table: torch.Tensor) -> tuple[int, int, int]:
-    """(slices, columns held, warps) of a table that is multiplied by: one slice where the table stays in L2."""
+    """(slices, columns held at once, warps) for a table: one slice if the table stays in L2."""
     if table.nbytes <= gather.RESIDENT:
         return _one_slice(table)
     K = table.shape[1]
@@ -49,8 +49,9 @@ def _slices(table: torch.Tensor) -> tuple[int, int, int]:
 
 
 def follows(x: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether `weighted_rows` may take rows as `dots` of tokens x and this table has done them, as its next kernel: all
-    of that one's programs run when the first of this begins, and have all of a row's entries."""
+    """Whether `weighted_rows`, launched next, may process each row as soon as `dots` of tokens x and this table has
+    computed it: then all of `dots`' programs run before the first of the next kernel, and compute whole dot
+    products."""
     return pdl_options(x)["PDL"] and _slices(table)[0] == 1
 
 
@@ -87,7 +88,8 @@ def _dot_block(
 
 @triton.jit
 def _own_entries(c, p, programs, PIECE: tl.constexpr):
-    """How many of c entries are in pieces p, p + programs, p + 2 programs and so on; the last piece may be short."""
+    """Number of the c entries that lie in pieces p, p + programs, p + 2 * programs, ...; the last piece may be
+    short."""
     pieces = tl.cdiv(c, PIECE)
     own = tl.cdiv(pieces - p, programs)
     last = (pieces - 1 - p) % programs == 0
@@ -99,7 +101,7 @@ def _hidden_of(
     g, u, valid, id, at, bias, ups,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """h of the entries at `at`, of neurons `id`, from their gates and dot products; KEEP: u goes to `ups`."""
+    """h of the entries at `at`, of neurons `id`, from their gates g and dot products u. KEEP: store u in `ups`."""
     if HAS_BIAS:
         u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
     if KEEP:
@@ -118,12 +120,12 @@ def _dots_kernel(
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
-    for each.
+    """A program computes h = f(gate) * g(x . up + bias) for pieces of PIECE active neurons of a row, reading K weights
+    for each neuron.
 
-    SLICED: it makes x . up of a slice of WIDTH columns alone, `slice` or one after it, into `out` [slices, M, CAP];
-    AGAIN: adds them to what is there.
-    WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
+    SLICED: compute x . up over one slice of WIDTH columns only (slice number `slice` + program_id(1)) and store it in
+    `out` [slices, M, CAP]; AGAIN: add it to the values there. WHOLE: `gates` is the projection [M, N] instead of the
+    entries' gates. ready: counter per row of the entries that are done.
     """
     wait_for_previous(PDL)
     if SLICED:
@@ -138,7 +140,7 @@ def _dots_kernel(
     for i in range(first, end, step):
         m, piece = piece_at(pieces, i, listers, PIECES, LISTS)
         start = piece * PIECE
-        # What is asked of L2 is asked at once: neurons that are not there are looked at, not used.
+        # All loads are issued together: places behind the row's end are loaded, but not used.
         c = tl.load(count + m)
         ahead = tl.load(index + m * CAP + start + r).to(tl.int32)
         mine = (c <= CAP) & some
@@ -148,8 +150,8 @@ def _dots_kernel(
         if start < c:
             token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
             last = c - 1
-            # The next neurons are known before the weights of these arrive. Past the end, some row again: masks cost
-            # more.
+            # The next neurons are loaded before the weights of these arrive; behind the end, a valid row is loaded
+            # again, since masks cost more.
             after = tl.where(start + r < c, ahead, 0)
             for e in tl.range(start, c, FLIGHT, num_stages=STAGES):
                 id = after.to(tl.int64)
@@ -185,7 +187,7 @@ def _add_slices_kernel(
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes h of a packed row from the dot products `parts` [SLICES, M, CAP] of slices of columns."""
+    """A program computes h of a packed row from the partial dot products `parts` [SLICES, M, CAP] of column slices."""
     wait_for_previous(PDL)
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
@@ -219,10 +221,10 @@ def dots(
     whole: bool = False,
     ready: torch.Tensor | None = None,
 ) -> None:
-    """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
+    """Write h of the packed rows to `out` [M, CAP], and the up projection of the entries to `ups` unless that is None.
 
-    whole: `packed` has the projection [M, N] in place of the entries' gates. ready: [M] zeros, for `weighted_rows`,
-    which is to be the next kernel (`follows`).
+    packing: the result of `pack`. whole: `packed` has the projection [M, N] instead of the entries' gates. ready: [M]
+    zeros for `weighted_rows`, which must be the next kernel (see `follows`).
     """
     count, index, gates = packed
     M, K = x.shape
@@ -279,7 +281,7 @@ def _put_slopes(
     g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """`slopes` of the entries at `at`, to where they go."""
+    """Store `slopes` of the entries at `at` in d_gate, d_up and hidden."""
     dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
     tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
     if GATED:
@@ -296,8 +298,8 @@ def _gradients_kernel(
     CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the gradients of both projections, and h, of some pieces of a row."""
-    p = tl.num_programs(1) - 1 - tl.program_id(1)  # what only long rows have begins first
+    """A program computes h and the gradients of both projections for some pieces of a row."""
+    p = tl.num_programs(1) - 1 - tl.program_id(1)  # pieces that only long rows have start first
     start = p * PIECE
     r = tl.arange(0, FLIGHT)
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
@@ -346,8 +348,8 @@ def gradients(
     f: Program,
     g: Program,
 ) -> None:
-    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D].
-    d_stats, weight: the gradient of `statistics` [4 or 5, M], fp32, and the weight of the fifth."""
+    """Write (d gate, d up, h) of the packed rows to `out`, each [M, CAP]. table: the down projection as [N, D].
+    d_stats: the gradient of the statistics [4 or 5, M], fp32. weight: [N], of the fifth statistic."""
     count, index, gates = packed
     M, D = dy.shape
     cap = index.shape[1]

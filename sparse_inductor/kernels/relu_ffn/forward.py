@@ -1,9 +1,9 @@
 """Forward of the ReLU feed-forward block on a GPU.
 
-The gate projection is a plain matrix product, whose result is scanned once, or on Hopper one that also writes a bitmask
-of what is active: every row's active neurons are packed, and rows with too many of them are listed. Packed rows then
-read only their neurons' rows of the up and down weights; listed rows take tile products. Which row is which is decided
-on the device, so a call has one sequence of launches for every input.
+The gate projection is a dense matrix product; on Hopper its kernel also writes a bitmask of the active neurons,
+elsewhere the result is scanned once. Every row's active neurons are packed, and rows with too many of them are listed.
+Packed rows read only their neurons' rows of the up and down weights; listed rows take dense tile products. The device
+decides which row is which, so that a call has the same sequence of launches for every input.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from . import decode, few, hopper, listed, popular, rows, statistics
 from . import dots as dot_rows
 from . import packing as packer
 
-# Elements of the gate projection at a time: 2 GiB at 16 bits. Every piece ends with its longest row; 131 072 tokens in
-# two pieces take 2 % longer.
+# Elements of the gate projection per chunk: 2 GiB at 16 bits. Every chunk waits for its longest row: 131 072 tokens in
+# two chunks take 2 % longer than in one.
 CHUNK = 1 << 30
-# Rows, and gates, up to which nothing is packed: where rows are not sparse, the products' few rounds of tiles fill the
-# GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to 0.89x the speed at
-# 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). Where they are, up to 1.3x is lost, 1.4x in training.
+# Rows, and gates, up to which dense products are used. If rows are not sparse, the few tiles of the listed rows'
+# products fill the GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to
+# 0.89x the speed at 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). If rows are sparse, this forgoes up
+# to 1.3x, in training 1.4x.
 FEW = 1664
 FEW_GATES = 9 << 20
 
 
 class Block(Protocol):
-    """Weights and programs of a block; gate, up: [N, K]; down: [D, N]."""
+    """Weights and elementwise programs of a block. gate, up: [N, K]; down: [D, N]."""
 
     @property
     def gate(self) -> torch.Tensor: ...
@@ -55,10 +56,10 @@ class Block(Protocol):
 
 
 class Packed(Protocol):
-    """The active neurons of every row: count [M]; index, gate and up [M, cap], up empty without a gate.
+    """The active neurons of every row: count [M]; index, gate and up [M, cap]; up is empty if the block has no gate.
 
-    popular [P]: neurons that are not among them, of which all rows have the projections, popular_gate and popular_up
-    [M, P].
+    popular [P]: neurons that are left out of the entries; their projections popular_gate and popular_up [M, P] are kept
+    for all rows instead.
     """
 
     def without_popular(self) -> None: ...
@@ -80,7 +81,7 @@ class Packed(Protocol):
 
 
 class Statistics(Protocol):
-    """What `statistics` fills: stats [4, M], or [5, M] with a weight [N]; counts [N] zeros, or None."""
+    """Outputs of `statistics`: stats [4, M], or [5, M] with a weight [N]; counts [N], initially zeros, or None."""
 
     @property
     def stats(self) -> torch.Tensor: ...
@@ -91,12 +92,12 @@ class Statistics(Protocol):
 
 
 def is_few(M: int, N: int) -> bool:
-    """Whether nothing is packed of M rows of N gates, where no statistics are taken."""
+    """Whether M rows of N gates are computed by dense products, if no statistics are wanted."""
     return M <= FEW or M * N <= FEW_GATES
 
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
-    """Even pieces of M rows of about so many elements of [M, N]."""
+    """Cut M rows evenly into chunks of about `elements` elements of [M, N]."""
     pieces = max(1, -(-M * N // elements))
     step = -(-M // pieces)
     step = -(-step // 128) * 128  # whole row tiles
@@ -104,7 +105,7 @@ def chunks(M: int, N: int, elements: int) -> list[slice]:
 
 
 def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
-    """A weight with unit stride along its rows: itself, or a copy (a transposed one costs one pass over it)."""
+    """A weight with unit stride along its rows: itself, or a copy if it is transposed (one pass over it)."""
     return rows.by_neuron(weight.t())
 
 
@@ -117,9 +118,9 @@ def forward(
     residual: torch.Tensor | None = None,
     neurons: int = 0,
 ) -> torch.Tensor:
-    """y [M, D] of tokens x [M, K], `residual` [M, D] added; fills `stats` and `packed` where given.
+    """y [M, D] of tokens x [M, K], plus `residual` [M, D]; writes `stats` and `packed` unless they are None.
 
-    cap: entries of a packed row. neurons: how many are taken as popular ones, where any are.
+    cap: entries of a packed row. neurons: number of popular neurons, 0 for none.
     """
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
@@ -136,11 +137,11 @@ def forward(
         return few.forward(x, b)
     up = None if b.up is None else rows_of_table(b.up)
     if packed is None and M > packer.MANY:
-        # Among so many, one or two with more active neurons than usual are expected, and a tile just for them would
-        # take longer than to gather for them.
+        # Among so many rows, one or two have more active neurons than usual; gathering for them takes less time than a
+        # tile of dense products.
         cap *= 2
     with_bitmask = b.thresholds is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
-    # Nothing lies between the dot products and the weighted rows, which take rows as they come.
+    # No kernel is launched between the dot products and the weighted rows, which process each row once it is done.
     follows = up is not None and stats is None and dot_rows.follows(x, up)
     table = common = keep = None
     if neurons and with_bitmask:
@@ -155,7 +156,7 @@ def forward(
         state, more = packer.new_state(x.device, totals + m if follows else totals)
         ready = more[totals:] if follows else None
         bitmask = None
-        # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
+        # The memset precedes the gate projection: programmatic dependent launch needs the packing right behind that.
         if with_bitmask:
             gate, bitmask = hopper.product_with_bitmask(
                 x[part], b.gate, b.gate_bias, b.zero_threshold, state, room=len(parts) == 1
@@ -170,7 +171,7 @@ def forward(
             index = torch.empty(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
-            # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
+            # The gates of the entries are copied only for kernels that read entry by entry; others read the projection.
             picks = bitmask is None or up is None or wanted is not None
             value, ups = x.new_empty(m, cap) if picks else None, None
         else:

@@ -1,8 +1,8 @@
-"""Rows of a feed-forward block of which nothing is packed: products by tiles of the rows that a list names.
+"""Overflow rows of a feed-forward block: dense tile products over the rows named by a list.
 
-How long the list is, only the device knows: every kernel is launched with a grid that fills the GPU, reads the length,
-and returns at once where there is nothing to do. So rows may change sides from replay to replay of a CUDA graph. A list
-of all M rows has them in order, and is not read.
+The length of the list is known on the device only: every kernel is launched with a grid that fills the GPU, reads the
+length, and returns at once if there is nothing to do. So a row may be packed in one replay of a CUDA graph and listed
+in the next. A list of all M rows is in order and is not read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from ..common.tiles import sizes_of
 from .dots import slopes
 from .packing import inactive, overflow_rows
 
-# Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
-# figures, and a tile alone would take as long as a whole wave of them.
+# Most programs that split the sum of one tile of `product` (split-K), where few rows are listed: the sum has N terms,
+# and one program per tile would take as long as a full wave of tiles.
 SPLITS = tl.constexpr(16)
 
 
 class Listed(NamedTuple):
-    """Which of M rows are meant: the first `length[0]` of `rows` [M]; `arrived` has a zero for each program.
-
-    Programs count in `arrived` which parts of a tile are there.
-    """
+    """A selection of M rows: the first `length[0]` of `rows` [M]. arrived: a zero counter per program, in which the
+    parts of a split tile are counted."""
 
     rows: torch.Tensor
     length: torch.Tensor
@@ -41,13 +39,13 @@ class Listed(NamedTuple):
 
     @staticmethod
     def of(count: torch.Tensor, cap: int) -> Listed:
-        """The rows that overflow: those that have a `count` of more than `cap`."""
+        """The overflow rows: those with count > cap."""
         rows, length = overflow_rows(count, cap)
         return Listed(rows, length, length[1:])
 
 
 def _tile_of(t: torch.Tensor, kernel: str = "relu_ffn") -> dict[str, Any]:
-    """BM rows x BN columns, BK deep, and how to run it."""
+    """Tile sizes BM x BN x BK, warps, stages and precision of the products."""
     if not t.is_cuda:
         return {"BM": 16, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "ieee"}
     full = t.dtype == torch.float32
@@ -57,7 +55,7 @@ def _tile_of(t: torch.Tensor, kernel: str = "relu_ffn") -> dict[str, Any]:
 
 
 def programs_of(t: torch.Tensor) -> int:
-    """As many as fill the GPU."""
+    """Number of programs that fills the GPU: one per SM."""
     return sm_count(t.device) if t.is_cuda else 3
 
 
@@ -67,7 +65,7 @@ def _strides(weight: torch.Tensor | None) -> tuple[int, int]:
 
 @triton.jit
 def tile_rows(rows, n_rows, M, i):
-    """The rows at places i of a list; past its end, row 0."""
+    """The rows at positions i of a list; row 0 behind its end."""
     listed = tl.load(rows + i, mask=i < tl.where(n_rows < M, n_rows, 0), other=0)
     return tl.where(n_rows < M, listed, tl.where(i < M, i, 0)).to(tl.int64)
 
@@ -76,7 +74,7 @@ def tile_rows(rows, n_rows, M, i):
 def _tile_of_list(
     t, tiles_m, tiles_n, rows, n_rows, M, N, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """(rows, which of them are listed, columns, which of them are less than N) of tile t."""
+    """(rows, mask of the listed ones, columns, mask of those below N) of tile t."""
     pm, pn = tile_at(t, tiles_m, tiles_n)
     i = pm * BM + tl.arange(0, BM)
     n = pn * BN + tl.arange(0, BN)
@@ -88,7 +86,7 @@ def _add_dot(
     acc, a, row, in_m, stride_am, b, n, in_n, stride_bn, stride_bk, K,
     EVEN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + A[row, :K] @ B[n, :K]^T, of rows in_m and columns in_n. EVEN: K is a multiple of BK."""
+    """acc + A[row, :K] @ B[n, :K]^T, masked by in_m and in_n. EVEN: K is a multiple of BK."""
     a_ptr = a + row[:, None] * stride_am
     b_ptr = b + n.to(tl.int64)[None, :] * stride_bn
     in_m, in_n = in_m[:, None], in_n[None, :]
@@ -109,7 +107,7 @@ def _projection(
     x, row, in_m, stride_x, weight, bias, n, in_n, stride_n, stride_k, K: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x[row] weight[n]^T + bias[n], rounded as a projection is, in fp32. weight: [N, K]."""
+    """x[row] @ weight[n]^T + bias[n], rounded to the dtype of x and converted to fp32. weight: [N, K]."""
     acc = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     acc = _add_dot(
         acc,
@@ -139,7 +137,7 @@ def _hidden_kernel(
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous."""
+    """gate[row] = f(gate[row]) * g(x[row] @ up^T + bias), in place, for the listed rows. gate: [M, N], contiguous."""
     wait_for_previous(PDL)
     n_rows = tl.load(length)
     tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
@@ -149,7 +147,7 @@ def _hidden_kernel(
             u = _projection(
                 x, row, in_m, stride_x, up, bias, n, in_n, stride_un, stride_uk, K, BK, PRECISION
             )
-        # After the product: pointers to a whole tile take more registers than its accumulator.
+        # Formed after the product: the pointers of a tile take more registers than its accumulator.
         at = gate + row[:, None] * N + n[None, :]
         mask = in_m[:, None] & in_n[None, :]
         g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -171,7 +169,7 @@ def hidden(
     threshold: float,
     thresholds: torch.Tensor | None,
 ) -> None:
-    """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
+    """Overwrite the listed rows of the gate projection [M, N] with h."""
     _hidden_kernel[(programs_of(x),)](
         x, up, bias, gate, thresholds, listed.rows, listed.length,
         *gate.shape, x.stride(0), *_strides(up), threshold, x.shape[1],
@@ -187,8 +185,8 @@ def _gradients_kernel(
     K: tl.constexpr, D: tl.constexpr, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_gate, d_up, hidden [M, N]: of the listed rows, the gradients of both projections, which are made again, and h.
-    down: [D, N], any strides."""
+    """Write d_gate, d_up and hidden [M, N] of the listed rows: both projections are recomputed for their gradients and
+    h. down: [D, N], any strides."""
     wait_for_previous(PDL)
     n_rows = tl.load(length)
     tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
@@ -239,7 +237,7 @@ def gradients(
     threshold: float,
     thresholds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(d gate, d up, h), [M, N] each, of the listed rows; what the other rows hold is left open.
+    """(d gate, d up, h), [M, N] each, of the listed rows; the other rows are uninitialised.
 
     gate, up: weight [N, K], any strides, and bias. down: [D, N], any strides.
     """
@@ -259,11 +257,11 @@ def gradients(
 
 @triton.jit
 def _sum_of_parts(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
-    """(the sum of a tile's parts, of which acc is one, in their order; whether this program has it: the one that puts
-    its part away last)."""
+    """Store acc, one part of a split tile; returns (the sum of all parts, in a fixed order; whether this program, the
+    last one to arrive, has it)."""
     at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     tl.store(parts + unit * (BM * BN) + at, acc)
-    tl.debug_barrier()  # all threads' parts are there
+    tl.debug_barrier()  # all threads have stored
     last = tl.atomic_add(arrived + unit // splits, 1) == splits - 1
     tl.debug_barrier()
     if last:
@@ -281,9 +279,10 @@ def _product_kernel(
     M, N, stride_a, stride_bn, stride_bk, stride_dn, stride_dk, stride_o, K: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = a[row] b^T (+ c[row] d^T) + bias for the listed rows.
+    """out[row] = a[row] @ b^T (+ c[row] @ d^T) + bias for the listed rows.
 
-    If tiles are fewer than programs, several make parts of a tile's sum, and the one that arrives last adds them.
+    If there are fewer tiles than programs, several programs split a tile's sum, and the last one to arrive adds the
+    parts.
     """
     wait_for_previous(PDL)
     n_rows = tl.load(length)
@@ -329,7 +328,7 @@ def product(
 ) -> None:
     """out[row] = a[row] @ b^T (+ second[0][row] @ second[1]^T) + bias for the listed rows.
 
-    a: [M, K] with unit stride along K, as second[0], which lies as a does. b: [N, K], any strides. out: [M, N].
+    a: [M, K], unit stride along K; second[0] has the same strides. b: [N, K], any strides. out: [M, N].
     """
     tile, programs = _tile_of(a), programs_of(a)
     c, d = second or (None, b)
@@ -346,7 +345,7 @@ def _add_sums(
     a, x, out, bias_out, scale, rows, n_rows, M, N, K, stride_a, stride_x, stride_on, stride_ok,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of one sum of `_sums_kernel`."""
+    """Compute this program's tiles of one sum of `_sums_kernel`."""
     tiles_m, tiles_n = tl.cdiv(N, BM), tl.cdiv(K, BN)
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         pm, pn = tile_at(t, tiles_m, tiles_n)
@@ -384,8 +383,8 @@ def _sums_kernel(
     rows, length, M, N, stride_a, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Each of up to three sums: out[n, k] += the sum over the listed rows of a[row, n] * x[row, k], and unless it is
-    None bias_out[n] += that of a[row, n], or of a[row, n] * scale[row]."""
+    """Up to three sums over the listed rows: out[n, k] += sum of a[row, n] * x[row, k] and, unless it is None,
+    bias_out[n] += sum of a[row, n], times scale[row] unless scale is None."""
     wait_for_previous(PDL)
     n_rows = tl.load(length)
     if n_rows == 0:
@@ -407,8 +406,8 @@ def _sums_kernel(
 
 
 class Sum(NamedTuple):
-    """out [N, K], of any strides, += a^T x over the listed rows of a [M, N] and x [M, K]; bias [N], unless that is
-    None, += the sum of a over them, each row times its `scale` [M], unless that is None."""
+    """out [N, K], any strides, += a^T @ x over the listed rows of a [M, N] and x [M, K]; bias [N], unless it is None,
+    += the sum of a over these rows, each times scale[row] unless `scale` [M] is None."""
 
     a: torch.Tensor
     x: torch.Tensor
@@ -418,7 +417,7 @@ class Sum(NamedTuple):
 
 
 def add_sums(sums: Sequence[Sum], listed: Listed) -> None:
-    """One to three sums over the same rows, whose a lie alike."""
+    """Compute one to three sums over the same rows; their `a` have equal strides."""
     operands: list[Any] = []
     for s in sums:
         operands += [*s, s.x.shape[1], s.x.stride(0), *s.out.stride()]

@@ -1,8 +1,8 @@
-"""Packing: the active neurons of every row of the gate projection, and which rows overflow.
+"""Packs the active neurons of every row of the gate projection and lists the rows that overflow.
 
-The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in the order of
-the bits that say which they are. A row with count > CAP *overflows*: nothing of it is packed, and `relu_ffn.listed`
-computes it. The row kernels (`relu_ffn.dots`, `relu_ffn.rows`) take another row's entries a piece at a time.
+The packed form of M rows is `count` [M] int32 with `index` and values [M, CAP]: the active neurons of each row, in the
+order of their bits in the bitmask. A row with count > CAP *overflows*: it is not packed, and `relu_ffn.listed` computes
+it. A packed row is processed in pieces (`relu_ffn.dots`) or whole (`relu_ffn.rows`).
 """
 
 from __future__ import annotations
@@ -14,48 +14,47 @@ import triton.language as tl
 from ..common.launch import relaunched
 from ..common.pdl import pdl_options, wait_for_previous
 
-# What `pack` counts, int32: rows; entries of those that do not overflow; rows that do; pieces that are listed.
+# Counters that `pack` keeps in `state`, int32: rows done; entries of packed rows; overflow rows; listed pieces.
 ROWS = tl.constexpr(0)
 ENTRIES = tl.constexpr(1)
 OVERFLOW = tl.constexpr(2)
 LISTED = tl.constexpr(3)
-# What follows from it: how many rows are computed by `relu_ffn.listed`, those that overflow or all.
+# Result of the counts: how many rows `relu_ffn.listed` computes, either the overflow rows or all.
 LENGTH = tl.constexpr(4)
-# From here on, a counter for each tile that several programs of `relu_ffn.listed` make.
+# From here on, a counter for each tile whose sum several programs of `relu_ffn.listed` share.
 ARRIVED = tl.constexpr(8)
 ARRIVALS = 512  # at least half as many as a GPU has SMs
-# Rows from which on the longest of them do not count any more.
+# With more rows than this, twice as many entries a row are kept (see `forward`).
 MANY = 16384
-# Entries of packed rows that cost as much as a row of tile products, for each neuron: the tensor cores multiply by all
-# N up and down weights in the time in which L2 yields those of N / 45 neurons (H100, at 8 192 and 32 768 tokens of
-# K = 2 048).
+# Break-even share of a row's neurons: while L2 delivers the weights of N / 45 neurons, the tensor cores multiply a row
+# by all N up and down weights (H100, 8 192 and 32 768 tokens, K = 2 048).
 DENSE_ROW = 1 / 45
-# Entries a piece. Rows are uneven: where few rows run, the longest piece is the time it takes (49 us of dot products
-# against 53 at 2 048 tokens, but 164 against 145 at 8 192).
+# Entries per piece. Rows are uneven: with few rows, the longest piece determines the time, so that short pieces are
+# faster (dot products at 2 048 tokens 49 us against 53, at 8 192 tokens 164 against 145).
 PIECE = 64
 PIECE_FEW = 32
-# Up to so many rows a piece is a short one, and a program of `pack` has one row; else it has EACH.
+# Up to FEW_ROWS rows, pieces are short and a program of `pack` has one row, else EACH rows.
 FEW_ROWS = 4096
 EACH = 4
-# Words of 32 neurons that a program of `pack` looks at at once: of a bitmask, and of the projection itself.
+# Words of 32 neurons that a program of `pack` loads at a time, from a bitmask and from the projection itself.
 WORDS = 256
 WORDS_OF_GATES = 64
 
 
 def dense_row(N: int) -> float:
-    """Entries that cost as much as a row of tile products."""
+    """Number of entries that take as long as a row of tile products."""
     return max(N * DENSE_ROW, 1.0)
 
 
 def pieces_of(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
-    """(entries a piece of M rows, pieces of a row at most)."""
+    """(entries per piece for M rows, most pieces of a row)."""
     piece = 8 if interpreted else PIECE_FEW if M <= FEW_ROWS else PIECE
     return piece, triton.cdiv(cap, piece)
 
 
 @triton.jit
 def popcount(x):
-    """How many bits of an int32 are set."""
+    """Number of set bits of an int32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -64,22 +63,23 @@ def popcount(x):
 
 @triton.jit
 def _lowest_bit(x):
-    """The place of the lowest bit of an int32 that is set: the exponent of that bit as a number."""
+    """Position of the lowest set bit of an int32, read from the exponent of that bit converted to fp32."""
     low = (x & (0 - x)).to(tl.float32)
     return ((low.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 
 
 @triton.jit
 def neuron_of(place):
-    """The neuron of a bit, counted from the first word's, of a bitmask as `relu_ffn.hopper` orders it."""
+    """The neuron of bit `place` of a row's bitmask, whose bits lie in the order in which `relu_ffn.hopper` writes
+    them."""
     word, b = place // 32, place % 32
     return word // 8 * 256 + word % 2 * 128 + b // 2 * 8 + word % 8 // 2 * 2 + b % 2
 
 
 @triton.jit
 def inactive(g, n, there, THRESHOLD, thresholds):
-    """Whether gates, fp32, of neurons n are not above their threshold: that of all, or unless it is None `thresholds`
-    [N]. A NaN is active."""
+    """Whether gates g (fp32) of neurons n are at or below their threshold: `thresholds` [N], or THRESHOLD where that is
+    None. A NaN is active."""
     at = tl.full([], THRESHOLD, tl.float32)
     if thresholds is not None:
         at = tl.load(thresholds + n, mask=there, other=0.0).to(tl.float32)
@@ -98,8 +98,8 @@ def _list_row(
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Write the count c of row m. If it overflows, list it; if it has several pieces, list these, PIECES m + piece
-    each, one after the other. Rows are in no certain order."""
+    """Write the count c of row m; append an overflow row to `overflow`, and the pieces of a row that has several to
+    `pieces`, as PIECES * m + piece. The order of the rows in both lists is not deterministic."""
     tl.store(count + m, c)
     if c > CAP:
         tl.store(overflow + tl.atomic_add(state + OVERFLOW, 1, sem="relaxed"), m)
@@ -111,8 +111,8 @@ def _list_row(
 
 @triton.jit
 def _decide(state, rows, entries, M, ROW):
-    """Note that a program is done with so many rows, of so many entries. The last one decides: where the packed rows of
-    M do not pay, or most of them overflow, all are computed by tiles."""
+    """Add a program's rows and entries to the counters. The last program decides: if packed rows do not pay, or most
+    rows overflow, all M rows are computed by tiles."""
     tl.atomic_add(state + ENTRIES, entries, sem="relaxed")
     if tl.atomic_add(state + ROWS, rows, sem="acq_rel") + rows == M:
         n_overflow = tl.atomic_add(state + OVERFLOW, 0, sem="relaxed")
@@ -130,9 +130,12 @@ def _pack_kernel(
     NONZERO: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     WORDS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program packs EACH rows of the gate projection [M, N]: of its bitmask [M, words], unless keep [words] is None
-    of the bits in that, or if there is no bitmask of what is not `inactive`, with NONZERO of what is not 0. value:
-    unless it is None, the gates of the entries."""
+    """A program packs EACH rows of the gate projection [M, N].
+
+    A neuron is packed if its bit is set in `bitmask` [M, words] and, unless that is None, in `keep` [words]. Without a
+    bitmask it is packed if its gate is not `inactive`, or with NONZERO if its gate is not 0. value: receives the gates
+    of the entries, unless it is None.
+    """
     wait_for_previous(PDL)
     first = tl.program_id(0) * EACH
     entries = tl.zeros([], tl.int32)
@@ -159,7 +162,7 @@ def _pack_kernel(
             here = tl.sum(of_word, 0)
             if c + here <= CAP:
                 at = row * CAP + c + tl.cumsum(of_word, 0) - of_word
-                # As often as the word with the most bits has one.
+                # One iteration per set bit of the fullest word.
                 while tl.max((bits != 0).to(tl.int32), 0) > 0:
                     there = bits != 0
                     n = w * 32 + _lowest_bit(bits)
@@ -181,7 +184,8 @@ def _pack_kernel(
 
 
 def new_state(device: torch.device, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(state: room for `pack` to count in, and so many words `more`; these): all of the state is to be zeros."""
+    """(`state`, the counters of `pack` followed by `more` words; a view of those words). The caller fills state with
+    zeros."""
     begin = ARRIVED.value + ARRIVALS
     state = torch.empty(begin + more, dtype=torch.int32, device=device)
     return state, state[begin:]
@@ -197,11 +201,13 @@ def pack(
     keep: torch.Tensor | None = None,
     thresholds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack rows from their gate projection [M, N], contiguous, of which `bitmask` says what is active, unless it is
-    None: (state, pieces), for the row kernels. keep: of every row's bits those that are packed, unless all are.
-    threshold: None where what is not 0 is active. thresholds: [N], contiguous, in its place.
+    """Pack the rows of a gate projection [M, N], contiguous, into `packed`; returns (state, pieces) for the row
+    kernels.
 
-    overflow: [M], the rows that do not fit. state: of `new_state`, zeros.
+    bitmask: which neurons are active; None to compare the projection itself. keep: mask of the bits that are packed in
+    every row; None for all. threshold: a neuron is active above it; None if every non-zero is. thresholds: one per
+    neuron [N], contiguous, instead of `threshold`. overflow: [M], receives the rows that do not fit. state: zeros, from
+    `new_state`.
     """
     M, N = gate.shape
     count, index, value = packed
@@ -224,7 +230,7 @@ def pack(
 
 @triton.jit
 def n_listed(state):
-    """How many rows are computed by tiles; all M of them are in order."""
+    """Number of rows that tiles compute; if it is M, all rows are, in order."""
     return tl.load(state + LENGTH)
 
 
@@ -233,8 +239,8 @@ def n_listed(state):
 def _list_kernel(
     count, length, overflow, M, CAP: tl.constexpr, BLOCK: tl.constexpr, ZEROS: tl.constexpr
 ):
-    """overflow[:length] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it.
-    ZEROS zeros behind `length`."""
+    """overflow[:length] = the rows with count > CAP, ascending. A program has BLOCK rows and counts the overflow rows
+    before them itself. ZEROS zeros are written behind `length`."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for p in range(0, tl.program_id(0)):
@@ -249,8 +255,8 @@ def _list_kernel(
 
 
 def overflow_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(overflow [M], length): which rows of a packed block overflow, ascending, and how many, in length[0]; ARRIVALS
-    zeros are behind it, for `relu_ffn.listed` to count in."""
+    """(overflow [M], length): the overflow rows of a packed block in ascending order, and their number in length[0],
+    followed by ARRIVALS zeros for the counters of `relu_ffn.listed`."""
     M = len(count)
     overflow, length = count.new_empty(M), count.new_empty(1 + ARRIVALS)
     _list_kernel[(triton.cdiv(M, 1024),)](

@@ -1,4 +1,4 @@
-"""Sums of the table rows of packed rows' active neurons, and the tables. See `relu_ffn.gather`."""
+"""Weighted sums of the table rows of each packed row's active neurons, and the tables. See `relu_ffn.gather`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .gather import (
 )
 from .packing import n_listed
 
-# Columns of a sum to a program of one warp, whose loads are of 16 bytes a thread. All rows pass over them before the
-# next, so that they stay in L2, and a long row is spread over as many programs as it has such columns.
+# Columns of a sum per program, which has one warp with loads of 16 bytes a thread. Programs of all rows process the
+# same columns before the next ones, so that those stay in L2; a wide row is spread over several programs.
 WIDTH = 256
 
 
@@ -33,10 +33,10 @@ def _transpose_kernel(
     weight, out, D, N, stride_d, stride_n, stride_o,
     BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Copy weight [D, N] to out [N, D], a tile a program.
+    """Copy weight [D, N] to out [N, D], one tile per program.
 
-    BESIDE: while the kernel in front of it ends, which does not write the weight and which one program waits for in
-    the end: what waits for this one waits for both.
+    BESIDE: run beside the end of the preceding kernel, which does not write the weight. One program waits for that
+    kernel at its end, so that a kernel which waits for this one waits for both.
     """
     if BESIDE:
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,9 +56,9 @@ def _transpose_kernel(
 
 
 def by_neuron(weight: torch.Tensor, beside: bool = False) -> torch.Tensor:
-    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it).
+    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view, or a copy (one pass over the weight).
 
-    beside: while the kernel in front of it ends, which lets the next one start and does not write the weight.
+    beside: copy while the preceding kernel ends, which triggers its dependents early and does not write the weight.
     """
     if weight.stride(0) == 1:
         return weight.t()
@@ -76,9 +76,9 @@ def by_neuron(weight: torch.Tensor, beside: bool = False) -> torch.Tensor:
 
 @triton.jit
 def _wait_for_entries(ready, m, n, seen):
-    """Wait until n entries of row m are done, of which `seen` says what is known; what is then.
+    """Wait until n entries of row m are done; returns the counter's value. seen: its last known value.
 
-    Nobody waits for ever: all programs that have entries to do were running when the first that waits began.
+    The wait ends: all programs that compute entries were running before the first program that waits was launched.
     """
     while seen < n + ROW_SEEN:
         seen = tl.atomic_add(ready + m, 0, sem="acquire")
@@ -87,7 +87,7 @@ def _wait_for_entries(ready, m, n, seen):
 
 @triton.jit
 def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.constexpr):
-    """v times rows `id` of the table, summed over them."""
+    """Sum of the table rows `id`, each times its v."""
     at = table + id[:, None] * stride + d[None, :]
     w = tl.load(at) if EVEN else tl.load(at, mask=in_d[None, :], other=0.0)
     return tl.sum(fp32(w, PAIRS) * v[:, None], 0)
@@ -105,8 +105,8 @@ def _weighted_rows_kernel(
     """Program (m, part) writes out[m, part] = bias + the sum over the row's entries of value * table row, unless the
     row overflows.
 
-    ASK: where the state says that all rows are dense, the row overflows. ready: a row is waited for, not all of them,
-    whose dot products the kernel in front of this one makes.
+    ASK: every row is marked as an overflow row if `state` says that all rows are dense. ready: wait for this row's
+    entries alone, which the preceding kernel computes, instead of for all of that kernel.
     """
     m = tl.program_id(0).to(tl.int64)
     seen = tl.zeros([], tl.int32)
@@ -118,7 +118,7 @@ def _weighted_rows_kernel(
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     in_d = d < D
     r = tl.arange(0, FLIGHT)
-    # What is asked of L2 is asked at once: places that the row does not have, too.
+    # All loads are issued together, so places behind the row's end are loaded, too.
     c, ahead = tl.load(count + m), tl.load(index + m * CAP + r)
     none = False
     if ASK:
@@ -132,7 +132,7 @@ def _weighted_rows_kernel(
             total = tl.zeros([WIDTH], tl.float32)
             if onto is not None:
                 total = tl.load(onto + m * D + d, mask=in_d, other=0.0)
-            # Past the end, some row again: a mask costs more.
+            # Behind the end, a valid row is loaded again: a mask costs more.
             after = tl.where(r < c, ahead, 0).to(tl.int32)
             for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
                 valid = e + r < c
@@ -149,7 +149,7 @@ def _weighted_rows_kernel(
             tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
     if PDL and ready is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
-            tl.extra.cuda.gdc_wait()  # what waits for this kernel waits for the one in front of it
+            tl.extra.cuda.gdc_wait()  # a kernel that waits for this one waits for the preceding one, too
 
 
 def weighted_rows(
@@ -169,8 +169,8 @@ def weighted_rows(
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table, and `onto`
     [M, D], fp32 and contiguous).
 
-    Rows that overflow are left as they are, and do so where `state`, of `pack`, says it of all. ready: of
-    `dots`, which was launched just before.
+    Overflow rows are not written; with `state` (from `pack`) all rows become overflow rows if it says that all are
+    dense. ready: from `dots`, which must be the kernel launched just before.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)

@@ -1,7 +1,7 @@
 """Statistics of the activations of a feed-forward block, from the entries of packed rows and from the listed rows.
 
-stats [4 or 5, M], fp32: of a = f(gate) the sum of |a| and the number of non-zeros, then the same of h, then the sum of
-h * weight. counts [N], int32: at how many tokens h of a neuron is not 0.
+stats [4 or 5, M], fp32: the sum of |a| and the number of non-zeros of a = f(gate), the same two of h, and the sum of
+h * weight. counts [N], int32: the number of tokens at which h of a neuron is not 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from ..common.launch import relaunched
 from .listed import Listed, programs_of, tile_rows
 from .packing import n_listed
 
-# Listed rows are counted by so many programs a column, each of its share of them.
+# Programs per block of columns that count the listed rows, each a share of them.
 SHARES = 16
 
-
-# stats, the weight [N] of the fifth or None, counts or None.
+# (stats, the weight [N] of the fifth statistic or None, counts or None)
 Wanted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -31,7 +30,7 @@ def _packed_kernel(
     count, index, gates, hidden, weight, stats, counts, state, M, stride_s,
     F_STEPS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All statistics of one packed row. hidden: h of the entries, or None where that is f(gate)."""
+    """A program computes all statistics of one packed row. hidden: h of the entries; None if h is f(gate)."""
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     if (c > CAP) | (n_listed(state) == M):
@@ -70,8 +69,8 @@ def of_packed(
     state: torch.Tensor,
     f: Program,
 ) -> None:
-    """Fill those of packed rows: count [M], index and gates [M, CAP]. hidden: [M, CAP], h where that is not f(gate).
-    state: of `packing.pack`."""
+    """Write the statistics of the packed rows: count [M], index and gates [M, CAP]. hidden: h of the entries [M, CAP];
+    None if h is f(gate). state: from `packing.pack`."""
     (count, index, gates), (stats, weight, counts) = packed, wanted
     _packed_kernel[(len(count),)](
         count, index, gates, hidden, weight, stats, counts, state, len(count), stats.stride(0),
@@ -84,7 +83,8 @@ def of_packed(
 def _listed_kernel(
     values, weight, stats, rows, length, M, N, stride_s, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """stats[:2] of listed rows of values [M, N], of which the program is made first; stats[2]: the weighted sum."""
+    """Write stats[:2], and unless weight is None the weighted sum stats[2], of the listed rows of STEPS(values) [M,
+    N]."""
     n_rows = tl.load(length)
     for i in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         row = tl.max(tile_rows(rows, n_rows, M, tl.full([1], i, tl.int32)), 0)
@@ -107,7 +107,8 @@ def _listed_kernel(
 @relaunched
 @triton.jit
 def _listed_counts_kernel(hidden, counts, rows, length, M, N, BLOCK: tl.constexpr):
-    """counts += in how many of the listed rows of hidden [M, N] each column is not 0; a share of the rows a program."""
+    """counts[n] += the number of listed rows of hidden [M, N] with hidden[row, n] != 0. A program has a share of the
+    rows."""
     n_rows = tl.load(length)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
@@ -121,7 +122,8 @@ def _listed_counts_kernel(hidden, counts, rows, length, M, N, BLOCK: tl.constexp
 def of_listed(
     values: torch.Tensor, wanted: Wanted, listed: Listed, *, hidden: bool, steps: Program = ()
 ) -> None:
-    """Fill those of a in the listed rows, from values [M, N], contiguous, through `steps`; hidden: those of h."""
+    """Write the statistics of the listed rows from values [M, N], contiguous: of a = steps(values), or if `hidden` of h
+    = values."""
     stats, weight, counts = wanted
     if hidden:
         stats = stats[2:]
