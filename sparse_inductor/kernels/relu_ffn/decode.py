@@ -1,9 +1,9 @@
-"""The ReLU feed-forward block for a few tokens, where reading the weights is all the work.
+"""The ReLU feed-forward block for a few tokens, whose time is that of reading the weights.
 
-One token: a kernel reads the gate weights, and at once the up weights of those neurons that turn out active; a second
-one reads the active columns of the down weights where they lie, without a transposed copy, by words of neurons
-(decode.cu) where their type and place allow it. A few tokens: the up weights are read only for neurons that are active
-in any token; of the down weights all are, as sixteen tokens leave few columns that nobody needs.
+One token: the first kernel reads the gate weights and then the up weights of the active neurons; the second one reads
+the active columns of the down weights in place, without a transposed copy, by words of neurons (decode.cu) if their
+dtype and alignment allow it. A few tokens: the up weights are read only for neurons that are active in any token, the
+down weights all, since sixteen tokens leave few columns unused.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ..common.launch import relaunched
 from ..common.pdl import pdl_options, wait_for_previous
 from ..common.tma import tma_addressable
 
-# One token's gate and up projections: neurons a program, warps. Small programs, so that one that waits for its up rows
-# holds up no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps 10.5).
+# Gate and up projections of one token: (neurons, warps) per program. Programs are small, so that one that waits for its
+# up rows delays no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps take 10.5).
 ONE_UP = (1, 4)
-# One token's down projection: outputs a program, groups of neurons whose weights are in flight, warps. Few outputs, so
-# that many programs send for their weights at once: a token of 28 layers takes 1.47 ms, 1.57 by 16 outputs (H200).
+# Down projection of one token: (outputs, groups of neurons in flight, warps) per program. Few outputs, so that many
+# programs load at the same time: a token of 28 layers takes 1.47 ms, with 16 outputs 1.57 ms (H200).
 ONE_DOWN = (8, 128, 8)
-# Groups of neighbours with an active neuron up to which they are listed; each costs a sector of memory for each output.
+# Most groups with an active neuron that are listed; each costs a sector of memory per output.
 MOST_LISTED = 256
-# Neurons that are neighbours in a row of the down weights: 16 bytes of it.
+# Neurons per group: 16 bytes of a row of the down weights.
 GROUP = 8
-# The same by words of neurons: outputs of a block, and its warps. 0.9 us less for 1 % of 5 632 neurons, 3.9 us less for
-# half of them (H200).
+# The same by words of neurons (decode.cu): (outputs, warps) per block. It saves 0.9 us with 1 % of 5 632 neurons
+# active, 3.9 us with half of them (H200).
 ONE_DOWN_WORDS = (4, 16)
 words_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "down_projection", __name__)
-# A few tokens' projections: neurons a program, depth, warps, stages; their down projection: outputs a program, depth,
-# parts of the sum, warps, stages.
+# Projections of a few tokens: (neurons per program, depth, warps, stages); down projection: (outputs per program,
+# depth, parts of the sum, warps, stages).
 FEW_UP = (64, 128, 4, 4)
 FEW_DOWN = (16, 256, 4, 1, 3)
-# Tokens that still share one pass over the weights: the narrow side of a 16-bit tensor-core product.
+# Most tokens of one pass over the weights: the narrow side of a 16-bit tensor-core product.
 TOKENS = 32
 
 
 def applies(x: torch.Tensor, b: Any) -> bool:
-    """Whether these kernels take the call.
+    """Whether these kernels compute the call.
 
-    Several tokens in fp32 are left to the library, whose sums are shorter: tensor cores would round the factors.
+    Several tokens in fp32 are left to cuBLAS, since tensor cores would round the factors.
     """
     if b.gate.stride(1) != 1 or (b.up is not None and b.up.stride(1) != 1):
         return False
@@ -58,7 +58,7 @@ def applies(x: torch.Tensor, b: Any) -> bool:
 def forward(
     x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Fill and return y [M, D], to which `residual` [M, D] is added."""
+    """Write y [M, D], plus `residual` [M, D], and return it."""
     if len(x) == 1:
         return _one(x, b, y, residual)
     _few(x, b, y)
@@ -74,10 +74,10 @@ def _gate_up_kernel(
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program makes h of BN neurons of one token: reads BN gate rows, and the up rows of those that are active.
+    """A program computes h of BN neurons of one token: it reads BN gate rows, and the up rows of the active neurons.
 
-    PDL: this starts before the kernel in front of it has ended. Whatever is read is read after that kernel, which may
-    be the one that writes the weights.
+    PDL: the kernel starts before the preceding one has ended. All loads follow the wait, since the preceding kernel may
+    write the weights.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < N
@@ -125,12 +125,11 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program makes BD outputs of one token: reads h, and BD weights of the neurons where h is not zero; adds what is
-    added to them.
+    """A program computes BD outputs of one token, bias and residual included: it reads h, and the weights of neurons
+    with a non-zero h.
 
-    It lists the groups of GROUP neurons that have such a one, in a row of its own of lists [programs, MOST], and reads
-    their weights then; if there are more than MOST, it goes through all neurons instead. PDL: as in
-    `_gate_up_kernel`.
+    It lists the groups of GROUP neurons with a non-zero h in its row of lists [programs, MOST] and then reads their
+    weights; if there are more than MOST, it reads all neurons instead. PDL: as in `_gate_up_kernel`.
     """
     wait_for_previous(PDL)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -158,7 +157,7 @@ def _down_kernel(
                 mask=in_d[:, None, None] & (found & (k < N))[None, :, :],
                 other=0.0,
             )
-            # What is not active counts for nothing, whatever its weight is.
+            # An inactive neuron adds nothing, even if its weight is inf or NaN.
             part = tl.where((v != 0.0)[None, :, :], w.to(tl.float32) * v[None, :, :], 0.0)
             few += tl.sum(part, 2)
         y = tl.sum(few, 1)
@@ -201,7 +200,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None
 
 
 def by_words(h: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether the down projection goes by words of neurons: 16-bit weights [D, N] in rows of 16-byte pieces."""
+    """Whether decode.cu computes the down projection: 16-bit weights [D, N] whose rows are whole 16-byte groups."""
     return (
         h.is_cuda
         and h.element_size() == 2
@@ -218,7 +217,7 @@ def down_projection(
     residual: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """y [1, D] of hidden activations h [1, N], `residual` [1, D] added."""
+    """Write y [1, D] = h [1, N] @ down^T + bias + residual."""
     D, N = down.shape
     extras = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     stride_r = 1 if residual is None else residual.stride(1)
@@ -253,7 +252,7 @@ def _rows_by_tokens(
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """table[row] @ x[token]^T over columns start to end, [BN, BM]; rows that are not in_row are not read."""
+    """table[row] @ x[token]^T over columns start to end, [BN, BM]; rows outside in_row are not read."""
     total = tl.zeros([BN, BM], tl.float32)
     for k0 in tl.range(start, end, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
@@ -278,9 +277,10 @@ def _projections_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """h [M, N] of BN neurons: reads their gate rows, then the up rows of those active in any token.
+    """A program computes h [M, N] for BN neurons: it reads their gate rows, and the up rows of those active in any
+    token.
 
-    The first program clears the counters of the next kernel, arrived [TILES].
+    The first program clears `arrived` [TILES], the counters of the next kernel.
     """
     if tl.program_id(0) == 0:
         tl.store(arrived + tl.arange(0, TILES), tl.zeros([TILES], tl.int32))
@@ -324,9 +324,9 @@ def _down_tokens_kernel(
     PRECISION: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out[:, BD columns] = hidden [M, N] @ down[BD rows]^T + bias, in PARTS programs of DEPTH neurons each.
+    """out[:, BD columns] = hidden [M, N] @ down[BD rows]^T + bias, by PARTS programs of DEPTH neurons each.
 
-    parts [tiles of columns, PARTS, BD, BM]: the program that arrives last adds them, in order.
+    parts [tiles of columns, PARTS, BD, BM]: partial sums, which the last program to arrive adds in order.
     """
     tile = tl.program_id(0)
     d = tile * BD + tl.arange(0, BD)
@@ -341,7 +341,7 @@ def _down_tokens_kernel(
     at = tl.arange(0, BD)[:, None] * BM + m[None, :]
     own = parts + tile * (PARTS * BD * BM)
     tl.store(own + tl.program_id(1) * (BD * BM) + at, acc)
-    tl.debug_barrier()  # all threads' parts are there
+    tl.debug_barrier()  # all threads have stored
     if tl.atomic_add(arrived + tile, 1) == PARTS - 1:
         tl.debug_barrier()
         acc = tl.zeros([BD, BM], tl.float32)

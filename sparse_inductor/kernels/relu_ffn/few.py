@@ -1,4 +1,5 @@
-"""So few rows of a feed-forward block that nothing is packed: library products, with one kernel between them."""
+"""Feed-forward blocks of few rows: dense cuBLAS products with one elementwise kernel between them; nothing is
+packed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _hidden_kernel(
     G_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """gate = f(gate) * g(up), in place, BLOCK elements a program."""
+    """gate = f(gate) * g(up), in place, BLOCK elements per program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < elements
     g = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
@@ -57,7 +58,7 @@ def _slopes_kernel(
     G_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(gate, up, dh) = (d gate, d up, h), in place, BLOCK elements a program."""
+    """(gate, up, dh) = (d gate, d up, h), in place, BLOCK elements per program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < elements
     g = tl.load(gate + i, mask=mask, other=0.0).to(tl.float32)
@@ -74,7 +75,7 @@ def _slopes_kernel(
 
 
 def _launch(kernel, tensors: Sequence[torch.Tensor | None], b: Block) -> None:
-    """One of the kernels above, on contiguous tensors of one shape."""
+    """Launch one of the kernels above on contiguous tensors of the same shape."""
     first = tensors[0]
     assert first is not None
     block = 1024 if first.is_cuda else 64
@@ -105,8 +106,9 @@ def forward(x: torch.Tensor, b: Block) -> torch.Tensor:
 def backward(
     dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool], turned: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias, which has no statistic's weight; None where not
-    needed. turned: which of the weights' lie by columns in memory. The projections are made again."""
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and None for the statistic's weight; None where not
+    needed. turned: which of the gradients of gate, up and down are laid out column-major. Recomputes the
+    projections."""
     g, u = _projections(x, b)
     h = torch.mm(dy, b.down)
     _launch(_slopes_kernel, (g, u, h), b)

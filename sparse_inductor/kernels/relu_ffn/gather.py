@@ -1,9 +1,9 @@
-"""What the kernels have in common that gather rows of a table for a row of tokens, packed as `relu_ffn.packing` says:
-`relu_ffn.dots` multiplies by them, `relu_ffn.rows` sums them.
+"""Common parts of the kernels that gather table rows for packed token rows (`relu_ffn.packing`): `relu_ffn.dots`
+computes dot products with them, `relu_ffn.rows` weighted sums of them.
 
-Every weight table read is [N, *] with unit stride along a row: a neuron's weights are one run of memory. A table that
-stays in L2 is read from there, which is why up and down are kernels of their own: each reads one table. A larger one is
-taken by slices of its columns, each of which all rows pass over before the next.
+Every weight table is [N, *] with unit stride along a row, so that a neuron's weights are contiguous. Up and down have
+separate kernels, so that each kernel reads one table, which stays in L2. A larger table is processed in slices of its
+columns: all rows process one slice before the next.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import triton.language as tl
 
 from .packing import LISTED
 
-# Table rows in flight a program, and registers of a thread where weights have 16 bits: what the compiler takes unasked
-# leaves room for too few programs (162 us of dot products for 123, at 8 192 tokens of 30 entries, K = 2 048).
+# Table rows in flight per program, and the limit of registers per thread for 16-bit weights: without it, too few
+# programs run at a time (dot products 162 us instead of 123, at 8 192 tokens of 30 entries, K = 2 048).
 FLIGHT = 4
 REGISTERS = 96
-# Columns of a sum that a program holds, and of them a warp.
+# Columns of a sum per program, and per warp.
 WIDTH = 2048
 SUM_COLUMNS = 512
-# Bytes of a table, or of a slice of its columns, that stay in L2 (50 MB on an H200) beside what passes through it.
+# Bytes of a table, or of a slice of its columns, that stay in L2 (50 MB on an H200) beside streamed data.
 RESIDENT = 36 << 20
-# Columns of a slice at least: a warp's loads of 16 bytes.
+# Least columns of a slice: one load of 16 bytes per thread of a warp.
 NARROWEST = 256
-# A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
+# Software pipelining gains nothing in these loops: all loads of a block are already in flight.
 STAGES = 1
-# Rows to a program that takes listed pieces, where many run; and such programs, one a row at most, where few do.
+# Rows per program for listed pieces, for many rows; number of such programs, at most one per row, for few rows.
 SHARE = 8
 LISTERS = 2048
-# A row's word of `ready`: how many of its entries are done, and this once the program that has the row has seen it.
+# A row's word of `ready` is the number of its finished entries, plus ROW_SEEN once the row's own program has run.
 ROW_SEEN = tl.constexpr(1 << 20)
 
 
 def width(n: int, most: int, interpreted: bool) -> int:
-    """Columns, `most` at most, that a program holds of rows of n; 32 at least, so that there is a half of them."""
+    """Columns of rows of n that a program holds at once: a power of 2 between 32 and `most`."""
     return 32 if interpreted else min(most, max(32, triton.next_power_of_2(n)))
 
 
 def columns_that_stay(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> int:
-    """Columns of rows of D, so many of which stay in L2 of all rows of the tables."""
+    """Number of columns such that this slice of all rows of the tables, which have D columns, stays in L2."""
     columns = width(D, WIDTH, interpreted)
     column = sum(len(t) * t.element_size() for t in tables)
     while columns > NARROWEST and columns * column > RESIDENT:
@@ -51,23 +51,23 @@ def columns_that_stay(D: int, interpreted: bool, tables: Sequence[torch.Tensor])
 
 
 def limited(t: torch.Tensor) -> dict[str, int]:
-    """Options of a kernel that holds FLIGHT rows of such elements."""
+    """Compiler options of a kernel that holds FLIGHT rows of elements of t's dtype."""
     return {"maxnreg": REGISTERS} if t.is_cuda and t.element_size() == 2 else {}
 
 
 def in_pairs(table: torch.Tensor) -> bool:
-    """Whether weights are made fp32 two at a time (`fp32`)."""
+    """Whether `fp32` converts weights two at a time."""
     return table.is_cuda and table.dtype == torch.bfloat16 and torch.version.hip is None
 
 
 def listers_of(M: int, most: int) -> int:
-    """Programs for the pieces that are listed, of rows of `most` at most."""
+    """Number of programs for listed pieces, of rows with at most `most` pieces."""
     return max(triton.cdiv(M, SHARE), min(M, LISTERS)) if most > 1 else 0
 
 
 @triton.jit
 def fp32(w, PAIRS: tl.constexpr):
-    """Weights as fp32. PAIRS: of bf16, one instruction each; the compiler takes two for each second one."""
+    """Weights as fp32. PAIRS: one instruction per bf16 element; the compiler needs two for every second element."""
     if PAIRS:
         both: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         return tl.inline_asm_elementwise(
@@ -78,9 +78,8 @@ def fp32(w, PAIRS: tl.constexpr):
 
 @triton.jit
 def own_pieces(state, listers, M, LISTS: tl.constexpr):
-    """(first, end, step): what is this program's. The first `listers` programs share the pieces that are listed, the
-    others the rows of one piece. So the longest rows begin first: one that began last would be waited for.
-    """
+    """(first, end, step) of this program's items. The first `listers` programs share the listed pieces, the others the
+    rows of one piece. The longest rows start first, since a long row that starts last would determine the time."""
     p = tl.program_id(0)
     first, end, step = p - listers, tl.full([], 0, tl.int32) + M, tl.num_programs(0) - listers
     if LISTS and p < listers:
@@ -90,7 +89,7 @@ def own_pieces(state, listers, M, LISTS: tl.constexpr):
 
 @triton.jit
 def piece_at(pieces, i, listers, PIECES: tl.constexpr, LISTS: tl.constexpr):
-    """(row, piece of it)."""
+    """(row, piece) of item i."""
     m = tl.full([], 0, tl.int32) + i
     piece = m * 0
     if LISTS and tl.program_id(0) < listers:

@@ -1,14 +1,14 @@
 """The gate projection of a ReLU feed-forward block on Hopper GPUs, by a warp-specialised persistent kernel in Gluon.
 
-It is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for each, all that
-`relu_ffn.packing` reads of rows that are.
+The kernel writes the projection itself, for rows that turn out not to be sparse, and its activity bitmask, which is all
+that `relu_ffn.packing` reads of the other rows.
 
-One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each multiply 64 rows of a tile
-of 128 tokens by 256 or 128 neurons. A tile's sums are rounded and held, half the registers, and go to memory by pieces
-of 64 columns while the tensor cores are busy with the first steps of the next tile. The bitmask is made then, too.
+One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each compute 64 rows of a tile
+of 128 tokens x 256 or 128 neurons. A finished tile is rounded and kept in registers, at half their number, and is
+written in pieces of 64 columns, with its bitmask, while the tensor cores compute the first steps of the next tile.
 
-The bitmask, [M, tiles of 256 neurons, 8] int32, is ordered as the four threads that share a token hold its sums, so
-that making it moves no data: bit b of word (tile, w) is neuron
+The bitmask, [M, tiles of 256 neurons, 8] int32, follows the accumulator's layout over the four threads that share a
+token, so that computing it moves no data between threads: bit b of word (tile, w) is neuron
 256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
 """
 
@@ -37,26 +37,26 @@ from ..common.tile_order import tile_at
 from ..common.tma import tma_addressable
 from ..common.unroll import unrolled
 
-# Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
+# Rows per warpgroup, the M of a wgmma. 64 x 256 fp32 accumulators take 128 registers a thread.
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
-# Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
+# Features per stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
 DEPTH = gl.constexpr(64)
-# A tile is written by pieces of 64 columns, 8 KiB a warpgroup, one at a time: two would cost a stage of the ring.
+# A tile is written in pieces of 64 columns through one staging buffer of 8 KiB per warpgroup: two would cost a stage.
 PIECE = gl.constexpr(64)
-# Neurons of a tile of the bitmask, and of two of its words.
+# Neurons per tile of the bitmask, and per pair of its words.
 BITMASK_TILE, WORDS = gl.constexpr(256), gl.constexpr(128)
-# Shared memory of an SM that operands and what is written may take, in bytes.
+# Shared memory per SM for the ring and the staging buffers, in bytes.
 SHARED = 225 << 10
-# Columns of a tile, and what one takes for one of 256 (H200, K = 2 048).
+# (columns of a tile, its time relative to a tile of 256 columns), H200, K = 2 048.
 COSTS = ((256, 1.0), (128, 0.535))
-# What room in the last wave is worth, in waves.
+# Value of idle SMs in the last wave, in waves (see `tile_for`).
 ROOM = 0.25
 
 
 @gluon.constexpr_function
 def _accumulator(columns):
-    """How a warpgroup's threads hold sums [64, columns]."""
+    """Layout of a warpgroup's accumulators [64, columns]."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -64,7 +64,7 @@ def _accumulator(columns):
 
 @gluon.jit
 def _pieces(v, COUNT: gl.constexpr):
-    """A tile's so many pieces, from left to right. No data moves."""
+    """Cut a tile into COUNT pieces of its columns, from left to right. No data moves."""
     if COUNT == 1:
         return (v,)
     else:
@@ -75,7 +75,7 @@ def _pieces(v, COUNT: gl.constexpr):
 
 @gluon.jit
 def _make_ring(a, b, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """Stages of TMA tiles of the matrices a and b, and what says which of them are full and which empty."""
+    """(stages of TMA tiles of a, the same of b, the mbarriers of full stages, those of empty stages)."""
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, COLUMNS, DEPTH], b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -88,14 +88,14 @@ def _make_ring(a, b, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _place_of(t, tiles_m, tiles_n, ME: gl.constexpr, COLUMNS: gl.constexpr):
-    """Where consumer ME's part of a tile begins: (token, neuron)."""
+    """(first token, first neuron) of consumer ME's part of a tile."""
     pm, pn = tile_at(t, tiles_m, tiles_n)
     return (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
 
 
 @gluon.jit
 def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """The producer warp: the operands of every tile of this program, in order, into the ring."""
+    """The producer warp: copies the operands of this program's tiles into the ring, in order."""
     a, b, ring, tiles_m, tiles_n = source
     a_ring, b_ring, full, empty = ring
     BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
@@ -116,7 +116,7 @@ def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl
 
 @gluon.jit
 def _begin_step(acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr):
-    """Warpgroup ME: (acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
+    """Warpgroup ME: start the product of the n-th stage, added to acc if MORE; returns the pending accumulator."""
     a_ring, b_ring, full, _empty = ring
     stage = n % STAGES
     mbarrier.wait(full.index(stage), (n // STAGES) & 1)
@@ -127,7 +127,7 @@ def _begin_step(acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.c
 
 @gluon.jit
 def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
-    """All products but of so many steps are made, and the n-th filling's stage is empty."""
+    """Wait until at most LEFT products are pending and release the n-th stage."""
     acc = warpgroup_mma_wait(LEFT, deps=(acc,))
     mbarrier.arrive(ring[3].index(n % STAGES))
     return acc
@@ -135,8 +135,8 @@ def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _multiply_steps(acc, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """Warpgroup ME: acc + the product of so many stages from the n-th filling on, each under way before the one in
-    front is waited for; how many there were then."""
+    """Warpgroup ME: add the products of STEPS stages from the n-th on to acc, each started before the preceding one is
+    waited for; returns (acc, n + STEPS)."""
     for i in gl.static_range(STEPS):
         acc = _begin_step(acc, ring, n, True, ME, STAGES)
         if i > 0:
@@ -148,7 +148,7 @@ def _multiply_steps(acc, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES:
 
 @gluon.jit
 def _clear(zeros, words):
-    """Each program writes its share of `words` zeros."""
+    """Write `words` zeros, a share per program."""
     PIECE: gl.constexpr = 512  # 16 bytes a thread
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     zero = gl.zeros([PIECE], gl.int32, layout)
@@ -164,8 +164,8 @@ def _or(a, b):
 
 @gluon.constexpr_function
 def _greater(dtype):
-    """Of two numbers of a register that are greater than those of another one, or NaN, all bits; a second result for
-    the other number, 0."""
+    """PTX that compares the two 16-bit numbers of a register with those of another: all bits of a half are set if its
+    number is greater or NaN. The second result, which `pack=2` asks for, is 0."""
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return f"set.gtu.u32.{kind} $0, $2, $3; mov.b32 $1, 0;"
 
@@ -177,7 +177,7 @@ def _by_halves(shape):
 
 @gluon.constexpr_function
 def _along(layout, axes):
-    """The layout of a vector along the last of so many axes."""
+    """Layout of a vector along the last of `axes` axes."""
     for _ in range(axes - 1):
         layout = gl.SliceLayout(0, layout)
     return layout
@@ -185,7 +185,7 @@ def _along(layout, axes):
 
 @gluon.jit
 def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
-    """0 to LENGTH - 1 along the last of so many axes."""
+    """arange(LENGTH) along the last of AXES axes."""
     v = gl.arange(0, LENGTH, _along(LAYOUT, AXES))
     for _ in gl.static_range(AXES - 1):
         v = gl.expand_dims(v, 0)
@@ -194,14 +194,14 @@ def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
 
 @gluon.jit
 def _bitmask_of(held, least):
-    """Words [...] of the bitmask of 16-bit numbers [..., 32], which threads hold by pairs. least: twice the largest
-    number that is not active, in an int32."""
+    """Words [...] of the bitmask of 16-bit numbers [..., 32], of which threads hold pairs in registers. least: the
+    largest inactive number, in both halves of an int32."""
     AXES: gl.constexpr = len(held.shape) + 1
     compare: gl.constexpr = _greater(held.dtype)
     found = gl.inline_asm_elementwise(
         compare, "=r,=r,r,r,r", [held, least], dtype=gl.int32, is_pure=True, pack=2
     )
-    # The first numbers of eight pairs have the lower half of a register, the second ones the upper half.
+    # The first number of each pair is in the lower half of its register, the second one in the upper half.
     found = found.reshape(_by_halves(found.shape))
     HALVED: gl.constexpr = found.type.layout
     pair = _last(16, HALVED, AXES) // 2
@@ -215,7 +215,7 @@ def _bitmask_of(held, least):
 
 @gluon.constexpr_function
 def _quads(words):
-    """Sums as their threads hold them, [64 tokens, lane of its quad, word, bit], for so many words."""
+    """Layout of the accumulators seen as [64 tokens, lane of the token's quad, word, bit]."""
     more = [[0, 0, 1, 0]] if words == 2 else []
     bits = [[0, 0, 0, 1 << b] for b in range(1, 5)]
     return gl.DistributedLinearLayout(
@@ -229,7 +229,7 @@ def _quads(words):
 
 @gluon.jit
 def _store_bitmask(sums, bitmask, m, n0, M, N, least):
-    """Write the bitmask of a tile's rounded sums, of tokens from m and neurons from n0 on."""
+    """Write the bitmask of a tile's rounded results, for tokens from m and neurons from n0 on."""
     COUNT: gl.constexpr = sums.shape[1] // WORDS
     HELD: gl.constexpr = _quads(COUNT)
     OF_WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
@@ -242,7 +242,7 @@ def _store_bitmask(sums, bitmask, m, n0, M, N, least):
     held = sums.reshape([ROWS, COUNT, 16, 4, 2]).permute((0, 3, 1, 2, 4))
     held = gl.convert_layout(held.reshape([ROWS, 4, COUNT, 32]), HELD)
     found = gl.convert_layout(_bitmask_of(held, least), OF_WORDS)
-    # Neurons past the last: zeros of the weight, but NaN where a token is not finite. N is a multiple of 8.
+    # Neurons behind the last have zero weights, but give NaN for a token that is not finite. N is a multiple of 8.
     left = gl.minimum(gl.maximum(N - n, 0) // 8, 16)
     there = gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)
     there = gl.where(left == 16, -1, there - 1)
@@ -253,7 +253,7 @@ def _store_bitmask(sums, bitmask, m, n0, M, N, least):
 
 @gluon.jit
 def _end_piece(piece, ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr):
-    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place, through the warpgroup's staging tile."""
+    """Store a piece of consumer ME's part of the tile at (m0, n0) by TMA, through the warpgroup's staging buffer."""
     staging, out, _bitmask, _M, _N, _least = ends
     tma.store_wait(0)
     tile_out = staging.index(ME)
@@ -264,7 +264,7 @@ def _end_piece(piece, ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr):
 
 @gluon.jit
 def _mark_pieces(held, ends, m0, n0, PLACE: gl.constexpr, COLUMNS: gl.constexpr):
-    """With every second piece that has gone to memory, the bitmask of both."""
+    """After every second piece, write the bitmask of the last two."""
     _staging, _out, bitmask, M, N, least = ends
     if PLACE % 2 == 1:
         both = _pieces(held, COLUMNS // WORDS)[PLACE // 2]
@@ -276,14 +276,14 @@ def _multiply_tiles(
     operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
     STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer ME: 64 rows of every tile of this program. A tile's pieces go to memory while the tensor cores are busy
-    with the first steps of the next one."""
+    """Consumer ME: computes 64 rows of every tile of this program. A tile's pieces are written while the tensor cores
+    compute the first steps of the next one."""
     ends, ring, bias, tiles_m, tiles_n = operands
     _staging, out, _bitmask, _M, N, _least = ends
     dtype: gl.constexpr = out.dtype
     SUMS: gl.constexpr = _accumulator(COLUMNS)
     COUNT: gl.constexpr = COLUMNS // PIECE
-    # A piece every second step, if there are as many: its bitmask follows within the other one.
+    # One piece every second step if there are enough steps; bitmasks are written in the steps between.
     APART: gl.constexpr = 2 if EACH >= 2 * COUNT else 1
     n = 0  # stages consumed
     held = gl.zeros([ROWS, COLUMNS], dtype, SUMS)
@@ -322,15 +322,15 @@ def _product_kernel(
     a, b, out, bias, bitmask, state, M, N, least, words,
     COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x weight^T + bias, and its bitmask, by persistent programs. Zeros of the state, `words` of int32.
+    """Persistent kernel: out [M, N] = x @ weight^T + bias and its bitmask; `words` int32 of `state` become zeros.
 
-    a, b: x and the weight, by TMA tiles of ROWS and of COLUMNS rows. out: by TMA tiles of PIECE x PIECE.
+    a, b: descriptors of x and the weight with tiles of ROWS and of COLUMNS rows. out: with tiles of PIECE x PIECE.
     """
     ring = _make_ring(a, b, COLUMNS, STAGES)
     staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS, PIECE, PIECE], out.layout)
-    covered = gl.cdiv(N, BITMASK_TILE) * BITMASK_TILE  # neurons past the last have bits
+    covered = gl.cdiv(N, BITMASK_TILE) * BITMASK_TILE  # neurons behind the last have bits, too
     tiles_m, tiles_n = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(covered, COLUMNS)
-    # An SM has no room for anything beside this: the next kernel starts where tiles have run out.
+    # Nothing else fits an SM beside this program: the next kernel starts on SMs whose tiles have run out.
     let_next_start()
     _clear(state, words)
     source = (a, b, ring, tiles_m, tiles_n)
@@ -347,7 +347,7 @@ def _product_kernel(
 
 
 def stages(columns: int) -> int:
-    """Stages of the ring: as many as fit an SM beside the tiles that are written."""
+    """Stages of the ring: as many as fit an SM beside the staging buffers."""
     rows = ROWS.value * CONSUMERS.value
     beside = rows * PIECE.value * 2
     return (SHARED - beside) // ((rows + columns) * DEPTH.value * 2)
@@ -355,10 +355,10 @@ def stages(columns: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tile_for(M: int, N: int, programs: int, room: float = 0) -> int:
-    """Columns of the tile of so many programs' product [M, N] that takes the least time.
+    """Columns of the tile with which `programs` programs compute a product [M, N] in the least time.
 
-    room: what it is worth, in waves of tiles of 256 columns, if a third of the SMs have nothing to do in their last
-    one.
+    room: value, in waves of tiles of 256 columns, of leaving a third of the SMs idle in the last wave, where another
+    kernel can run.
     """
     found = []
     for columns, cost in COSTS:
@@ -372,31 +372,31 @@ def tile_for(M: int, N: int, programs: int, room: float = 0) -> int:
 @functools.lru_cache(maxsize=256)
 def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, int]:
     columns = tile_for(M, N, programs, room)
-    # As many steps as a tile has pieces: past the last feature are zeros.
+    # At least as many steps as a tile has pieces; steps behind the last feature multiply zeros.
     steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value))
     return {"COLUMNS": columns, "KBLOCKS": steps, "EACH": each, "STAGES": stages(columns)}
 
 
 @functools.cache
 def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """Of a TMA tile in shared memory."""
+    """Layout of a TMA tile in shared memory."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """`t` by TMA tiles of rows x columns."""
+    """TMA descriptor of `t` with tiles of rows x columns."""
     return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
 
 
 def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether this kernel can run: Hopper, 16-bit operands, sizes TMA can address."""
+    """Whether this kernel can run: Hopper, 16-bit operands, sizes that TMA can address."""
     return (
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
         and capability(x.device)[0] == 9
         and all(map(tma_addressable, (x, *weights)))
-        and all(len(w) % 8 == 0 for w in weights)  # of what is written too
+        and all(len(w) % 8 == 0 for w in weights)  # the result's rows, too
     )
 
 
@@ -407,7 +407,7 @@ def may_emit_bitmask(x: torch.Tensor, gate: torch.Tensor, threshold: float) -> b
 
 @functools.lru_cache(maxsize=256)
 def twice(threshold: float, dtype: torch.dtype) -> int:
-    """The largest 16-bit number of this type that is <= threshold, in both halves of an int32."""
+    """The largest number <= threshold of a 16-bit dtype, in both halves of an int32."""
     t = torch.tensor(threshold, dtype=torch.float64).to(dtype)
     bits = int(t.view(torch.int16)) & 0xFFFF
     if t.item() > threshold:
@@ -416,7 +416,7 @@ def twice(threshold: float, dtype: torch.dtype) -> int:
 
 
 def words(N: int) -> int:
-    """Words of a row of the bitmask."""
+    """Number of words per row of the bitmask."""
     return 8 * -(-N // BITMASK_TILE.value)
 
 
@@ -428,9 +428,10 @@ def product_with_bitmask(
     state: torch.Tensor,
     room: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x weight^T + bias [M, N], bitmask of what is not <= threshold). `state`, int32, becomes zeros.
+    """(x @ weight^T + bias [M, N], bitmask of the elements that are not <= threshold). Fills `state`, int32, with
+    zeros.
 
-    room: something else is to be made beside the last tiles.
+    room: another kernel can run beside the last tiles.
     """
     M, N = len(x), len(weight)
     out = x.new_empty(M, N)

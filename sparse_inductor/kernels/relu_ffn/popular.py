@@ -1,9 +1,9 @@
-"""Neurons that many tokens share, taken by matrix products over all tokens.
+"""Popular neurons, which are active for many tokens: dense matrix products over all tokens.
 
-Neurons are unequally active. The time in which L2 yields a neuron's weights to one token is that in which tensor cores
-multiply some seventy tokens by them: a neuron that is active for more than one token in seventy costs less as a column
-of a product. The popular ones of a call are those with the most active tokens in it, counted in the bitmask of
-`relu_ffn.hopper`; what is packed is what is left.
+Neurons are unequally active. While L2 delivers a neuron's weights for one token, tensor cores multiply some seventy
+tokens by them: a neuron that is active for more than one token in seventy takes less time as a column of a product. The
+popular neurons of a call are those with the most active tokens, counted in the bitmask of `relu_ffn.hopper`; only the
+others are packed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..common.launch import relaunched
 from .dots import slopes
 from .packing import neuron_of
 
-# Rows that are counted, at most.
+# Most rows that are counted.
 COUNTED = 2048
-# Of them those of a program, and those that it holds at once.
+# Rows per counting program, and rows that it loads at a time.
 ROWS, AT_ONCE = 64, 32
 WORDS = 8
-# Tokens from which on neurons are equally popular.
+# Number of tokens from which on neurons count as equally popular.
 MANY = 255
-# Rows and columns of the popular neurons' activations a program.
+# Rows and columns of the popular neurons' activations per program.
 TILE = 4, 256
 
 
@@ -38,7 +38,7 @@ TILE = 4, 256
 def _count_kernel(
     bitmask, totals, rows, words, step, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """totals [words, 32] += in how many of the rows 0, step, 2 step ... each bit is set."""
+    """totals [words, 32] += the number of rows among 0, step, 2 * step, ... in which each bit is set."""
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     bit = tl.arange(0, 32)
     total = tl.zeros([WORDS, 32], tl.int32)
@@ -56,8 +56,8 @@ def _count_kernel(
 def _choose_kernel(
     totals, popular, keep, words, N, MANY: tl.constexpr, POPULAR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """popular [POPULAR]: the neurons with the largest totals, of equal ones, or such from MANY on, the first bits. keep
-    [words]: the others."""
+    """popular [POPULAR] = the neurons with the largest totals; among equal totals, and totals of MANY and more, those
+    with the first bits. keep [words] = mask of the other neurons."""
     place = tl.arange(0, BLOCK)
     n = neuron_of(place)
     there = (place < 32 * words) & (n < N)
@@ -81,9 +81,9 @@ def _choose_kernel(
 def choose(
     bitmask: torch.Tensor, totals: torch.Tensor, N: int, popular: torch.Tensor
 ) -> torch.Tensor:
-    """Fill `popular`, int64, with the most popular of N neurons; returns the bits of the others, [words].
+    """Write the most popular of N neurons to `popular`, int64; returns the mask of the others, [words].
 
-    totals: [words, 32] zeros, int32, to count in.
+    totals: [words, 32] int32 zeros, used for counting.
     """
     M, words = bitmask.shape
     step = -(-M // COUNTED)
@@ -103,7 +103,7 @@ def choose(
 def _row(
     table, rows, popular, width, stride_t, stride_r, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """rows[p] = table[popular[p]]; ADD: table[popular[p]] += rows[p]. BLOCK columns of one row."""
+    """rows[p] = table[popular[p]], or if ADD table[popular[p]] += rows[p], for BLOCK columns of row p."""
     p = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < width
@@ -123,7 +123,7 @@ def _rows_kernel(
     t0, r0, w0, st0, sr0, t1, r1, w1, st1, sr1, t2, r2, w2, st2, sr2, popular,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`_row` of up to three tables."""
+    """`_row` for up to three tables."""
     which = tl.program_id(2)
     if which == 0:
         _row(t0, r0, popular, w0, st0, sr0, ADD, BLOCK)
@@ -136,7 +136,7 @@ def _rows_kernel(
 def _launch_rows(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], popular: torch.Tensor, add: bool
 ) -> None:
-    """rows = table[popular], or with `add` the reverse, of one to three (table [N, *], rows [P, *]): one launch."""
+    """rows = table[popular], or if `add` table[popular] += rows, for one to three pairs (table [N, *], rows [P, *])."""
     given: list[Any] = []
     for table, rows in pairs:
         given += [table, rows, rows.shape[1], table.stride(0), rows.stride(0)]
@@ -154,7 +154,7 @@ def _hidden_kernel(
     gate, popular, up, hidden, gates, M, N, P, THRESHOLD,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """hidden [M, P] = f(gate[:, popular]) * g(up), up [M, P]; unless None, gates [M, P] = gate[:, popular]."""
+    """hidden [M, P] = f(gate[:, popular]) * g(up), with up [M, P]; gates [M, P] = gate[:, popular] unless None."""
     m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     p = tl.program_id(1) * BP + tl.arange(0, BP)
     mask = (m < M)[:, None] & (p < P)[None, :]
@@ -182,10 +182,10 @@ def product(
     threshold: float,
     kept: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """What the popular neurons add to y [M, D], fp32, from the gate projection [M, N].
+    """Contribution of the popular neurons to y [M, D], fp32, from the gate projection [M, N].
 
-    up [N, K], table [N, D]: the weights, by neuron. kept: where the neurons' projections [M, P] are kept, the second
-    one of a gated block.
+    up [N, K], table [N, D]: the weights, a row per neuron. kept: buffers [M, P] that receive the neurons' gate and up
+    projections; None if no backward needs them.
     """
     (M, N), P = gate.shape, len(popular)
     gates, u = kept or (None, None)
@@ -225,8 +225,8 @@ def _slopes_kernel(
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, CAP: tl.constexpr,
     BM: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """d_both [M, P] or [M, 2 P]: the gradients of the popular neurons' projections; dh becomes h. Zeros in rows that
-    overflow."""
+    """d_both [M, P] or [M, 2 P] = the gradients of the popular neurons' projections; dh is overwritten with h. Both are
+    zero in overflow rows."""
     m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     p = tl.program_id(1) * BP + tl.arange(0, BP)
     mask = (m < M)[:, None] & (p < P)[None, :]
@@ -246,10 +246,10 @@ def _slopes_kernel(
 
 
 class Gradients:
-    """What the popular neurons add to the gradients of x and of the weights.
+    """Contributions of the popular neurons to the gradients of x and of the weights.
 
-    gates, ups: their projections [M, P]; count: of the packed rows, of which those with more than `cap` entries take no
-    part. gate, up [N, K], table [N, D]: the weights, by neuron.
+    gates, ups: their projections [M, P]. count, cap: rows with count > cap are overflow rows and contribute nothing.
+    weights: gate and up [N, K] and table [N, D], a row per neuron.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Gradients:
         )  # fmt: skip
 
     def of_x(self) -> torch.Tensor:
-        """[M, K], fp32."""
+        """Contribution to the gradient of x, [M, K], fp32."""
         return _product(self._both, self._weights)
 
     def add_to(
@@ -294,7 +294,7 @@ class Gradients:
         biases: Sequence[torch.Tensor | None],
         table: torch.Tensor | None,
     ) -> None:
-        """Add to their rows of the gradients of gate and up [N, K], of their biases [N], and of down, [N, D]."""
+        """Add the contributions to the gradients of gate and up [N, K], of their biases [N], and of down, [N, D]."""
         P, pairs = len(self._popular), []
         if any(w is not None for w in weights):
             sums = torch.mm(self._both.t(), x).split(P)

@@ -1,7 +1,7 @@
-"""Products with a matrix that is mostly zeros, whose entries are found on the way (`ops.sparse_products`).
+"""Products with a matrix that is mostly zeros, whose non-zeros are found at run time (`ops.sparse_products`).
 
-Rows are packed as those of a feed-forward block: few entries are summed over by row and by column, rows that do not fit
-are multiplied by tiles, so that any matrix will do.
+Rows are packed as those of a feed-forward block. Products are sums over the entries, by row or by column; rows that
+overflow are computed by dense tiles, so that the density of the matrix does not matter for the result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..relu_ffn import dots, listed, packing, rows
 from ..relu_ffn.columns import TokenLists, sums_by_neuron
 from .sums import addressable, table_of
 
-# (count [M] of all entries of a row; index and values [M, capacity], where they fit)
+# (count [M], the number of a row's non-zeros; index and values [M, capacity] of rows that fit)
 Entries = tuple[Tensor, Tensor, Tensor]
 
 
 def pack(h: Tensor, entries: Entries) -> None:
-    """The entries of h [M, N] that are not 0, by column."""
+    """Write the non-zeros of h [M, N] to `entries`, ascending by column."""
     h = h.contiguous()
     state, _ = packing.new_state(h.device)
     packing.pack(h, None, entries, entries[0].new_empty(len(h)), state.zero_(), None)
@@ -41,7 +41,7 @@ def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
 
 
 def outer(h: Tensor, entries: Entries, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(h^T @ x [N, D], the sums of h [M, N] over its rows)."""
+    """(h^T @ x [N, D], the column sums of h [M, N])."""
     h, x = addressable(h), addressable(x)
     N, D = h.shape[1], x.shape[1]
     count, index, values = entries
@@ -64,7 +64,7 @@ def _put_kernel(count, index, values, out, N, CAP: tl.constexpr, BLOCK: tl.const
 
 
 def masked_matmul(entries: Entries, x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, D] @ weight [N, D]^T where there are entries, else 0; rows whose entries do not fit are whole."""
+    """x [M, D] @ weight [N, D]^T at the entries, 0 elsewhere; rows that overflow are computed at all columns."""
     x, table = addressable(x), table_of(weight, launch)
     count, index, values = entries
     cap = index.shape[1]

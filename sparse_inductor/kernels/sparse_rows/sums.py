@@ -1,8 +1,8 @@
-"""Sums over the entries of rows, and over those of columns, where every row has k (`ops.sparse_rows`).
+"""Sums over the entries of each row or each column of a matrix with k entries a row (`ops.sparse_rows`).
 
-By rows they are those of a feed-forward block whose rows are packed with k active neurons each. By columns a program
-takes the entries of one, in the order of the rows; a column of very many is taken in pieces, whose sums are added in
-their order.
+Row sums are those of a feed-forward block with k active neurons a row. Column sums take one program per column, which
+adds its entries in the order of the rows; a column with very many entries is cut into pieces, whose sums are added in
+order.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
 from ..relu_ffn.columns import TokenLists, sum_entries, sum_options
 
-# Columns of a weight that a program sums over, of which as many as stay in L2 (50 MB on an H100) are read for all rows
-# before the next; and bytes in flight a thread of one warp.
+# Choices of the columns of a weight per program, of which the largest that stays in L2 (50 MB on an H100) is taken: all
+# rows process these columns before the next ones. RESIDENT is the limit in bytes.
 WIDTHS = 1024, 512, 256
 RESIDENT = 36 << 20
-# Rows of a weight that a program multiplies by: their products are added up in registers.
+# Rows of a weight per program of `_dots_kernel`, whose products are accumulated in registers.
 ENTRIES = 8
-# Bytes of the bit masks that `TokenLists` counts in; a sort takes their place where they would be larger.
+# Upper bound in bytes for the bit masks of `TokenLists`; a sort replaces them where they would be larger.
 MASKS = 256 << 20
-# Tile of a weight that is turned: 128-byte runs of 16 bits on both sides; and bytes of a gradient that are kept until
-# they are turned.
+# Tile of the transposition, 128-byte runs of 16-bit elements on both sides; and bytes of a gradient that are buffered
+# before they are transposed.
 TILE, TURNED = 64, 128 << 20
 
 
 def addressable(t: Tensor) -> Tensor:
-    """A matrix with unit stride along its rows."""
+    """t, or a copy of it, with unit stride along its rows."""
     return t if t.stride(1) == 1 else t.contiguous()
 
 
 @triton.jit(do_not_specialize=["first"])
 def _turn_kernel(weight, out, first, N, D, stride, stride_out, TILE: tl.constexpr):
-    """Program (i, j) copies a tile of weight [N, D], which lies by columns, to out[:, first:], which lies by rows."""
+    """Program (i, j) copies a tile of weight [N, D], column-major, to out[:, first:], row-major."""
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     d = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     here = (d < D)[:, None] & (n < N)[None, :]
@@ -45,7 +45,7 @@ def _turn_kernel(weight, out, first, N, D, stride, stride_out, TILE: tl.constexp
 
 
 def table_of(weight: Tensor, run: Launcher) -> Tensor:
-    """A weight [N, D] with unit stride along its rows."""
+    """weight [N, D], or a copy of it, with unit stride along its rows."""
     if weight.stride(0) != 1 or weight.stride(1) == 1:
         return addressable(weight)
     out = weight.new_empty(weight.shape)
@@ -54,7 +54,7 @@ def table_of(weight: Tensor, run: Launcher) -> Tensor:
 
 
 def _turn(weight: Tensor, out: Tensor, first: int, run: Launcher) -> None:
-    """out[:, first:] = a weight with unit stride along its columns."""
+    """out[:, first:] = weight, which has unit stride along its columns."""
     N, D = weight.shape
     tile = TILE if weight.is_cuda else 16
     grid = triton.cdiv(N, tile), triton.cdiv(D, tile)
@@ -63,7 +63,7 @@ def _turn(weight: Tensor, out: Tensor, first: int, run: Launcher) -> None:
 
 
 def _width(table: Tensor) -> int:
-    """Columns of a table's rows to a program."""
+    """Columns of a table's rows per program."""
     if not table.is_cuda:
         return 32
     N, D = table.shape
@@ -100,7 +100,7 @@ def decode(
     bias: Tensor | None,
     run: Launcher = launch,
 ) -> Tensor:
-    """y[m] = bias + the sum of values[m, i] * weight[indices[m, i]]. run: what launches the kernel."""
+    """y[m] = bias + the sum over i of values[m, i] * weight[indices[m, i]]. run: launches the kernel."""
     table = table_of(weight, run)
     y = values.new_empty(len(values), table.shape[1])
     width, D = _width(table), table.shape[1]
@@ -119,7 +119,7 @@ def _dots_kernel(
     x, table, indices, values, D, stride_x, stride,
     K: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, part) writes ENTRIES of values[m], the products of x[m] with the table rows of its entries."""
+    """Program (m, part) writes ENTRIES of values[m]: dot products of x[m] with the table rows of its entries."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     n = tl.load(indices + m * K + tl.minimum(e, K - 1)).to(tl.int64)
@@ -138,7 +138,7 @@ def _dots_kernel(
 
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
-    """values[m, i] = x[m] . weight[indices[m, i]]. run: what launches the kernel."""
+    """values[m, i] = x[m] . weight[indices[m, i]]. run: launches the kernel."""
     x, table = addressable(x), table_of(weight, run)
     values = x.new_empty(indices.shape)
     (M, k), D = indices.shape, table.shape[1]
@@ -151,7 +151,7 @@ def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> 
 
 @triton.jit
 def _ends_kernel(total, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program writes the pieces of all columns up to each, of those that have several."""
+    """One program: ends[n] = the number of pieces of the columns 0 to n that have several."""
     before = tl.zeros([], tl.int32)
     for first in range(0, N, BLOCK):
         n = first + tl.arange(0, BLOCK)
@@ -162,7 +162,7 @@ def _ends_kernel(total, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def columns(indices: Tensor, N: int) -> aten.Columns:
-    """The entries of each column, of rows whose columns differ."""
+    """The entries of each column. The columns of a row are distinct."""
     indices = indices.contiguous()
     if triton.cdiv(len(indices), 32) * N * 4 > MASKS:
         return aten.columns(indices, N)
@@ -176,7 +176,7 @@ def columns(indices: Tensor, N: int) -> aten.Columns:
 
 @triton.jit
 def _add_pieces(sums, sides, first, count, d, D):
-    """The sums of some pieces, in their order."""
+    """Sums of `count` pieces from `first` on, added in order."""
     total = tl.zeros([d.shape[0]], tl.float32)
     side = tl.zeros([], tl.float32)
     for i in range(0, count):
@@ -192,7 +192,7 @@ def _pieces_kernel(
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, part) sums piece p of the columns that have several. ends [N]: pieces of all columns up to n."""
+    """Program (p, part) sums piece p of the columns with several pieces. ends [N]: from `_ends_kernel`."""
     p = tl.program_id(0)
     if p >= tl.load(ends + N - 1):
         return
@@ -241,13 +241,13 @@ def _outer_kernel(
 def outer(
     values: Tensor, x: Tensor, by: aten.Columns, turned: bool, run: Launcher = launch
 ) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). turned: the first lie by
-    columns. run: what launches the kernels."""
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). turned: the first result is
+    column-major. run: launches the kernels."""
     values, x = values.contiguous(), addressable(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
     piece = aten.PIECE
-    # Two pieces for so many entries at the least.
+    # A column with several pieces has more than `piece` entries: at most two pieces per piece + 1 entries.
     most = max(1, 2 * values.numel() // (piece + 1))
     sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
     out, bias = x.new_empty((D, N) if turned else (N, D)), x.new_empty(N)

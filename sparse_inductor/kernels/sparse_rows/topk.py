@@ -1,9 +1,10 @@
-"""Exact top-k of wide rows, by a bound: the k-th largest of the maxima of groups of columns is no larger than the k-th
-largest entry, so that only groups whose maximum reaches it can hold one of the k.
+"""Exact top-k of wide rows with a bound: the k-th largest of the maxima of groups of columns is no larger than the k-th
+largest entry, so that only groups whose maximum reaches the bound can hold one of the k largest entries.
 
-These are k groups where the maxima differ, and as many entries are looked at again as they have; a row of more groups
-than there is room for (all entries equal, all NaN) is looked at whole. Entries are compared by integers of their own
-width that sort as they do, -0 as 0 and NaN above all, equal ones by column: exactly k are kept.
+These are k groups if the maxima are distinct, and only their entries are read again; if more groups reach the bound
+than the list holds (all entries equal, all NaN), the whole row is read. Entries are compared as integer keys of their
+own width with the same order, where -0 equals 0, NaN is above all others, and equal entries are ordered by column:
+exactly k entries are kept.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from torch import Tensor
 
 from ..common.launch import Launcher, launch
 
-# Columns of a group: 32 beat 64 and 128 on an H100.
+# Columns per group: 32 is faster than 64 and 128 on an H100.
 GROUP = 32
-# Groups whose maxima a program takes: 16 bytes a thread and load.
+# Groups per program of `_maxima_kernel`: loads of 16 bytes a thread.
 PART = 64
-# Columns of a row at a time where it is looked at whole, and of those as many a warp where a row has few.
+# Columns that are read at a time where a whole row is read: CHUNK, or A_WARP per warp if that is less.
 CHUNK, A_WARP = 4096, 1024
-# Bits of keys that a warp holds: more fit its registers, but fewer warps wait less for each other at each sum.
+# Bits of keys per warp: fewer warps wait less for each other at each reduction, as long as registers last.
 HELD = 1 << 15
-# Entries a row at most that are found by groups: more do not fit a program's registers.
+# Largest k for which groups are used: more keys do not fit a program's registers.
 MOST = 256
-# Bytes of the encoder's product that exist at a time. More where the weight is large, which is read again for each
-# part: that is to take less time than the product.
+# Bytes of the encoder's product per chunk of rows. More for a large weight, which every chunk reads again: reading it
+# should take less time than the product (WEIGHT_SHARE).
 PRODUCT = 96 << 20
-# Rows of a tile of the product: parts are made of whole ones.
+# Rows per tile of the product; chunks are whole tiles.
 ROWS = 128
 WEIGHT_SHARE = 4
 
 
 @triton.jit
 def _keys_of(x, BITS: tl.constexpr):
-    """Entries as int32 that sort the same way, NaN above all; of 16 bits they are in the low half."""
+    """Entries as int32 keys in the same order, NaN above all others; keys of 16-bit entries have 16 bits."""
     if BITS == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
@@ -50,7 +51,7 @@ def _keys_of(x, BITS: tl.constexpr):
 
 @triton.jit
 def _load_keys(row, at, here, BITS: tl.constexpr):
-    """(entries, keys) of some columns; a key below all others where there is none."""
+    """(entries, keys) of columns `at`; the lowest key where `here` is off."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     x = tl.load(row + at, mask=here, other=0.0)
     return x, tl.where(here, _keys_of(x, BITS), LOWEST)
@@ -58,7 +59,7 @@ def _load_keys(row, at, here, BITS: tl.constexpr):
 
 @triton.jit
 def _kth(keys, K: tl.constexpr, BITS: tl.constexpr):
-    """The largest number that at least K of the keys reach."""
+    """The largest number that at least K keys reach, which is the K-th largest key."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     bound = tl.where(tl.sum((keys >= 0).to(tl.int32), 0) >= K, 0, LOWEST)
     bit = tl.full([], 1 << (BITS - 2), tl.int32)
@@ -71,7 +72,7 @@ def _kth(keys, K: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _count(row, N, trial, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """How many entries of a row reach a number."""
+    """Number of entries of a row whose key is at least `trial`."""
     total = tl.zeros([], tl.int32)
     for first in range(0, N, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -82,8 +83,8 @@ def _count(row, N, trial, CHUNK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _put(values, indices, x, at, keys, bound, taken, ties, equal):
-    """Write the entries above the bound, and as many that equal it as are wanted, behind the `taken` that are there;
-    `equal` of those that equal it came before. Returns both counts."""
+    """Append the entries above the bound, and the first `ties` entries that equal it, behind the `taken` entries
+    already written. equal: number of earlier entries that equal the bound. Returns the new (taken, equal)."""
     above = keys > bound
     same = keys == bound
     rank = equal + tl.cumsum(same.to(tl.int32), 0)
@@ -98,8 +99,8 @@ def _put(values, indices, x, at, keys, bound, taken, ties, equal):
 def _put_whole(
     row, values, indices, N, reached, K: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr
 ):
-    """The K largest of a row, by column. reached: a number that at least K of its entries reach. Where at
-    least K exceed it, all of the row is read once for each bit."""
+    """Write the K largest entries of a row, in column order. reached: a key that at least K entries reach. If at least
+    K exceed it, the row is read once for every bit of a key."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
     bound = reached
@@ -129,7 +130,7 @@ def _put_listed(
     row, listed, values, indices, many, N,
     K: tl.constexpr, GROUP: tl.constexpr, LISTED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The K largest of the groups that are listed, by column."""
+    """Write the K largest entries of the listed groups, in column order."""
     j = tl.arange(0, LISTED)
     g = tl.load(listed + j, mask=j < many, other=0)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -143,7 +144,7 @@ def _put_listed(
 
 @triton.jit
 def _order(row, values, indices, K: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr):
-    """Put a row's entries in order: the largest first, equal ones by column."""
+    """Sort a row's entries: the largest first, equal ones by column."""
     i = tl.arange(0, ROOM)
     at = tl.load(indices + i, mask=i < K, other=0)
     _, key = _load_keys(row, at, i < K, BITS)
@@ -160,7 +161,7 @@ def _order(row, values, indices, K: tl.constexpr, ROOM: tl.constexpr, BITS: tl.c
 def _maxima_kernel(
     scores, maxima, N, groups, stride, GROUP: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr
 ):
-    """Program (m, part) writes the largest key of PART groups of a row, reading each entry once."""
+    """Program (m, part) writes the largest keys of PART groups of a row."""
     m = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * PART + tl.arange(0, PART)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -211,8 +212,8 @@ def top(
     first: int = 0,
     run: Launcher = launch,
 ) -> None:
-    """The k largest entries of each row of scores [M, N] into rows `first` to first + M of values and int64 indices
-    [*, k], which are contiguous. run: what launches the kernels."""
+    """Write the k largest entries of each row of scores [M, N] to rows first to first + M of values and int64 indices
+    [*, k], contiguous. ordered: sort them, else they are in column order. run: launches the kernels."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     M, N = scores.shape
     group, part, chunk = (GROUP, PART, CHUNK) if scores.is_cuda else (4, 8, 64)
@@ -249,7 +250,7 @@ def encode(
     ordered: bool,
     run: Launcher = launch,
 ) -> tuple[Tensor, Tensor]:
-    """(values, int64 indices) [M, k] of the rows of x @ weight.t() + bias, or of `scores`, which is that."""
+    """(values, int64 indices) [M, k], the top-k of x @ weight.t() + bias, which may be given as `scores`."""
     M, N = len(x), len(weight)
     values = x.new_empty(M, k)
     indices = x.new_empty(M, k, dtype=torch.int64)
