@@ -1,9 +1,9 @@
-"""Compiling what a call launches side by side, before it is made for the first time.
+"""Parallel compilation of the kernels of a call, before it is made for the first time.
 
-Triton compiles a kernel at its first launch, one after the other, and spends most of that second or more in programs of
-their own: ptxas, and the C compiler for what launches it. Which kernels a call launches depends on its arguments'
-layouts alone, so the call is gone through once without launches and arithmetic, to see them all: where a compiler
-traces it, so that they are compiled while Inductor compiles the rest, and where it is made.
+Triton compiles each kernel at its first launch, one after the other, for a second or more, most of it in separate
+processes: ptxas, and the C compiler for the launcher. Which kernels a call launches depends on its arguments' layouts
+alone. So the call's Python code is run once without launches and arithmetic to collect them: while a compiler traces
+the call, so that the kernels are compiled beside Inductor's own, or right before the first call.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from . import launch as launches
 log = logging.getLogger(__name__)
 
 
-# What is being compiled, or was: functions and the layouts of what they were given.
+# Functions and the layouts of their arguments whose compilation has been started.
 _begun: set[Hashable] = set()
 
 
 def compile_while_traced(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Begins to compile the kernels that fn(*args) launches, in the background; args: fake tensors, plain values."""
+    """Start to compile the kernels that fn(*args) launches in the background. args: fake tensors and plain values."""
     key = (fn, *map(_layout, args))
     if key not in _begun:
         _begun.add(key)
@@ -37,10 +37,10 @@ def compile_while_traced(fn: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def compile_ahead(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Compiles the kernels that fn(*args) launches; whatever fails fails again, and is raised, in the call itself.
+    """Compile the kernels that fn(*args) launches, in parallel. Errors are raised by the call itself.
 
-    fn decides by nothing but its arguments' layouts. What it asks the GPU for ends the search: kernels up to there are
-    compiled.
+    The control flow of fn may depend on its arguments' layouts alone. Reading a number from the GPU ends the search:
+    kernels up to there are compiled.
     """
     if torch.cuda.is_current_stream_capturing():  # loading a kernel would end the capture
         return
@@ -58,7 +58,7 @@ def compile_ahead(fn: Callable[..., Any], args: Sequence[Any]) -> None:
 def _needed(
     fn: Callable[..., Any], args: Sequence[Any], mode: AbstractContextManager[Any]
 ) -> Collection[launches.Job]:
-    """What compiles the kernels that fn(*args) launches and that are new."""
+    """The compilation jobs of the new kernels that fn(*args) launches."""
     with launches.collected() as jobs:
         try:
             with mode:
@@ -75,11 +75,11 @@ def _layout(argument: Any) -> Hashable:
 
 
 class _DependsOnData(Exception):
-    """The call asks for a number that is on the GPU."""
+    """The call reads a number from the GPU."""
 
 
 class _NothingComputed(TorchDispatchMode):
-    """Results of operations on a GPU are memory of the right layout, which nobody has written to."""
+    """Operations on a GPU return uninitialised tensors with the right layouts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

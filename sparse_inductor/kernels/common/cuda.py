@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, for what Triton's blocks have no words for: compiled by NVRTC, launched as Triton's own are."""
+"""Kernels in CUDA C++, for what Triton cannot express: compiled by NVRTC and launched as Triton's kernels are."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ HEADER = Path(__file__).with_name("device.cuh")
 
 
 class CudaKernel:
-    """The kernel `name` of a source file: arguments are tensors, None, or integers of 32 bits, and the constants are
-    macros of the source, as WARPS is. Among these, PDL says that the kernel starts before the one in front has ended.
+    """The kernel `name` of a source file.
 
-    Behind its parameters it has two pointers more, as kernels have that Triton compiles.
+    Arguments are tensors, None, or 32-bit integers; constants are macros of the source, as is WARPS. The constant PDL
+    launches the kernel before the preceding one has ended. The kernel has two more pointer parameters behind its own,
+    as every kernel that Triton compiles.
     """
 
     def __init__(self, source: Path, name: str, module: str) -> None:
@@ -43,7 +44,7 @@ class CudaKernel:
         return run
 
     def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int, **constants: Any) -> Any:
-        """The compiled kernel, which is not loaded; what stands for a tensor will do."""
+        """The compiled kernel, not loaded. args: mock tensors are sufficient."""
         kinds = ("i32" if isinstance(a, int) else "*i8" for a in args)
         signature = (*kinds, *["constexpr"] * len(constants))
         device = torch.cuda.current_device()
@@ -58,7 +59,7 @@ class CudaKernel:
 
 
 def macros(num_warps: int, constants: Mapping[str, Any]) -> list[str]:
-    """The size of a block and constants as a compiler's options."""
+    """Compiler options that define the number of warps and the constants."""
     return [
         f"-D{name}={value if isinstance(value, str) else int(value)}"
         for name, value in {"WARPS": num_warps, **constants}.items()
@@ -66,9 +67,9 @@ def macros(num_warps: int, constants: Mapping[str, Any]) -> list[str]:
 
 
 def compile(source: Path, arch: int, num_warps: int, constants: Mapping[str, Any]) -> bytes:
-    """A source file as code for GPUs of a compute capability, which is compiled once and kept on disk.
+    """The cubin of a source file for a compute capability, cached on disk.
 
-    Raises OSError without NVRTC, and RuntimeError with what it says where it fails.
+    Raises OSError if there is no NVRTC, RuntimeError with NVRTC's log if the compilation fails.
     """
     text = source.read_text()
     options = [
@@ -104,7 +105,7 @@ def _compiled(text: str, name: str, options: list[str]) -> bytes:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, which every build of torch for CUDA brings."""
+    """NVRTC, which every CUDA build of torch contains."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
     try:
         return ctypes.CDLL(name)

@@ -1,7 +1,7 @@
-"""Launching a Triton kernel that has been launched before, without what Triton does anew at each launch.
+"""A launch cache for Triton kernels, and compilation in the background.
 
-Triton binds the arguments, classifies them and compares every global the kernel reads, half of what a launch costs
-the host; a GPU with nothing queued waits for it.
+At each launch Triton binds and classifies the arguments and compares every global that the kernel reads: half of the
+launch's host time, for which a GPU without queued work waits.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from ...compat.triton import (
 )
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
-"""What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
+"""The function with which a host function launches its kernels: `launch`, or `captured` while a graph is traced."""
 
-# Compiled kernels by all that their code depends on; and by the arguments' very numbers, which is quicker to look up.
+# Compiled kernels by everything that their code depends on; and by the exact values of numbers, a faster look-up.
 _compiled: dict[Hashable, Any] = {}
 _seen: dict[Hashable, Any] = {}
-# Where in arguments of such types the tensors are, where tuples and descriptors, and what takes out the rest.
+# By the types of arguments: (indices of tensors, indices of tuples and descriptors, a getter of the rest).
 _Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
 _sorts: dict[tuple[type, ...], _Sorts] = {}
-# What compiles kernels that nobody waits for yet.
+# Compilations in the background, until a launch takes their result.
 _under_way: dict[Hashable, Future[Any]] = {}
-# Of these, what no thread has begun, in the order to begin them in; the thread with the turn begins the next.
+# Those that no thread has started yet, in the order of their start; a thread that holds `_turn` starts the next one.
 _waiting: PriorityQueue[tuple[bool, int, Job, Future[Any]]] = PriorityQueue()
 _numbers, _turn = itertools.count(), threading.Lock()
-# Kernels that are begun before others, by their ids: the hash of a kernel is one of its source.
+# Ids of kernels that are compiled before others. (The hash of a JITFunction is that of its source.)
 _compiled_first: set[int] = set()
-# Programs of many shapes start over here: a few hundred bytes each.
+# Most entries, a few hundred bytes each; a program of more shapes starts over.
 _MOST_SEEN = 16384
 _NUMBERS = (int, float, type(None))
 
 
 class _Observer(NamedTuple):
-    """The thread whose launches somebody is told of, how many that were, and who is told that one was not."""
+    """A thread whose launches are observed, the number of launches seen so far, and a callback for one that was
+    missed."""
 
     thread: int
     seen: Callable[[], int]
@@ -64,7 +65,7 @@ class _Observer(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A kernel to compile for a launch. args: what stands for tensors in place of them."""
+    """A kernel to be compiled for a launch. args: the launch's arguments with mock tensors."""
 
     key: Hashable
     kernel: Any
@@ -74,8 +75,8 @@ class Job(NamedTuple):
     device: int
 
     def compiled(self) -> Any:
-        """Compiles it, and builds what launches it, for a first launch to find; loads nothing, so that a graph may be
-        captured meanwhile."""
+        """Compile the kernel and its launcher into Triton's cache. Nothing is loaded, so that another thread may
+        capture a CUDA graph meanwhile."""
         with torch.cuda.device(self.device):
             settle_cache_key(self.kernel)
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
@@ -83,7 +84,7 @@ class Job(NamedTuple):
         return compiled
 
     def keep(self) -> None:
-        """Compile it, unless that has begun, and load it."""
+        """Compile the kernel, or wait until it is compiled, and load it."""
         begun = _under_way.pop(self.key, None)
         compiled = self.compiled() if begun is None else begun.result()
         with torch.cuda.device(self.device):
@@ -92,7 +93,7 @@ class Job(NamedTuple):
 
 
 class _Here(threading.local):
-    """What compiles each new kernel that this thread would launch, where its launches are only looked at."""
+    """jobs: collects the kernels that this thread would launch, instead of launching them; None to launch."""
 
     jobs: dict[Hashable, Job] | None = None
 
@@ -102,7 +103,8 @@ _observer: _Observer | None = None
 
 
 def _kind(argument: Any) -> Hashable:
-    """All that compiled code may depend on: types, alignment to 16, and which integers are 1."""
+    """The properties of an argument that compiled code depends on: type, divisibility by 16, whether an integer is
+    1."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, (bool, float)):
@@ -117,7 +119,7 @@ def _kind(argument: Any) -> Hashable:
 
 
 def _exact(argument: Any) -> Hashable:
-    """As `_kind`, where looking that up takes longer than to keep a few more: numbers in a tuple are what they are."""
+    """As `_kind`, but with the values of numbers in a tuple, which are faster to look up than their kinds."""
     if not isinstance(argument, tuple):
         return _kind(argument)
     kept = [a if a.__class__ in _NUMBERS else _exact(a) for a in argument]
@@ -132,7 +134,7 @@ def _sorted(args: tuple[Any, ...]) -> _Sorts:
 
 
 def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-    """Makes the GPU that holds `args` the current one; Triton compiles for that, and launches on its stream."""
+    """Make the GPU of `args` current: Triton compiles for the current one and launches on its stream."""
     for a in args:
         t = a if isinstance(a, Tensor) else getattr(a, "base", None)
         if t is not None and t.is_cuda:
@@ -141,7 +143,7 @@ def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[An
 
 
 class NoAddresses(TorchFunctionMode):
-    """Tensors, fake ones too, have an address in the block: a multiple of 16."""
+    """Inside the block, tensors (fake ones, too) have an address that is a multiple of 16."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 0 if func is Tensor.data_ptr else func(*args, **(kwargs or {}))
@@ -155,7 +157,7 @@ def _general(
     options: Mapping[str, Hashable],
     device: int,
 ) -> tuple[Hashable, ...]:
-    """All that the code of a launch depends on."""
+    """Key of everything that the code of a launch depends on."""
     settled = (device, *constants.values(), *options.items())
     types = tuple(Tensor if isinstance(a, Tensor) else type(a) for a in args)
     return (id(kernel), num_warps, types, *map(_kind, args), settled)
@@ -220,7 +222,7 @@ def launch(
         general = _general(kernel, args, constants, num_warps, options, device)
         compiled = _compiled.get(general)
         if compiled is None:
-            # The code depends on a constant's value, and of an argument only its kind is looked at.
+            # The key has the value of a constant, but only the kind of an argument.
             constexprs = [
                 p.name for p in getattr(kernel, "params", ())[: len(args)] if p.is_constexpr
             ]
@@ -247,14 +249,14 @@ def _job(
     options: Mapping[str, Hashable],
     device: int,
 ) -> Job:
-    """What compiles the kernel of a launch."""
+    """The compilation job of a launch."""
     key = _general(kernel, args, constants, num_warps, options, device)
     like = [*map(_without_memory, args)]
     return Job(key, kernel, grid, like, {**constants, "num_warps": num_warps, **options}, device)
 
 
 def _without_memory(argument: Any) -> Any:
-    """What Triton compiles the same kernel for, where a tensor's address is a multiple of 16."""
+    """An argument for which Triton compiles the same kernel, without the memory of a tensor aligned to 16 bytes."""
     if isinstance(argument, Tensor):
         return argument if argument.data_ptr() % 16 else mock_tensor(argument.dtype)
     if isinstance(argument, tuple):
@@ -264,7 +266,7 @@ def _without_memory(argument: Any) -> Any:
 
 
 def begin(jobs: Collection[Job]) -> None:
-    """Compile kernels in threads of their own; who needs one waits for it."""
+    """Compile kernels in background threads; a launch that needs one waits for it."""
     new = [job for job in jobs if job.key not in _under_way]
     if new:
         hash_compiler()
@@ -276,10 +278,10 @@ def begin(jobs: Collection[Job]) -> None:
 
 
 def _compile_next() -> None:
-    """Compiles the first kernel that waits.
+    """Compile the first waiting kernel.
 
-    Threads build one IR after the other: side by side all would be through as late as the last, and whatever the
-    longest passes are would begin no sooner.
+    Threads build the IR of one kernel after the other (Python's global lock allows one at a time): interleaved, all IRs
+    would be finished late, and no thread could start the compiler's passes early.
     """
     with alone_until_ir(_turn):
         *_, job, future = _waiting.get()
@@ -295,7 +297,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _finish(key: Hashable) -> None:
-    """Wait until a kernel that is being compiled is; what fails fails again where it is launched."""
+    """Wait for a kernel's compilation in the background; an error is raised again by the launch."""
     begun = _under_way.pop(key, None)
     if begun is not None:
         begun.exception()
@@ -303,8 +305,7 @@ def _finish(key: Hashable) -> None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[Collection[Job]]:
-    """Launch nothing of what this thread does in the block; gives what compiles the kernels that are new, each once and
-    in any thread."""
+    """Collect the jobs of new kernels that this thread would launch in the block, instead of launching anything."""
     before, _here.jobs = _here.jobs, {}
     try:
         yield _here.jobs.values()
@@ -314,9 +315,9 @@ def collected() -> Iterator[Collection[Job]]:
 
 @contextlib.contextmanager
 def observing(on_launch: LaunchSeen, on_unknown: Callable[[str], None]) -> Iterator[None]:
-    """Have `on_launch` called after each Triton kernel that this thread launches in the block, whoever does it; one
-    block at a time. Under Triton's interpreter nothing is called. `on_unknown` is called, with the reason, where there
-    may have been a launch that `on_launch` was not called for."""
+    """Call `on_launch` after each launch of a Triton kernel by this thread in the block, by whatever code; one block at
+    a time. `on_unknown` is called with a reason if a launch may have been missed. Under Triton's interpreter neither is
+    called."""
     global _observer
     with launches_seen(on_launch, on_unknown) as count:
         _observer = _Observer(threading.get_ident(), count, on_unknown)
@@ -328,11 +329,11 @@ def observing(on_launch: LaunchSeen, on_unknown: Callable[[str], None]) -> Itera
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """How many a GPU has."""
+    """Number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# Whether a profiler wants to see each launch.
+# Whether a profiler observes each launch.
 profiler_attached = launch_hooks_set
 
 
@@ -343,9 +344,10 @@ def captured(
     constants: Mapping[str, Hashable],
     num_warps: int,
 ) -> None:
-    """The launch as a node of the graph that is being traced: Inductor then launches it as one of its own.
+    """Put the launch into the graph that is being traced: Inductor then launches the kernel as one of its own.
 
-    Raises what compiling or loading the kernel raises: once Inductor has the launch, no other layer can take its place.
+    Errors of compiling or loading the kernel are raised here: once Inductor makes the launch, no other layer can
+    replace the kernel.
     """
     device = next(a.get_device() for a in args if isinstance(a, Tensor))
     with NoAddresses():
@@ -354,13 +356,13 @@ def captured(
 
 
 def compiled_first(launched: Any) -> Any:
-    """Decorates a kernel whose passes take several seconds, the longest of all that a call launches."""
+    """Decorates a kernel that takes several seconds to compile, the longest of all kernels of its operator."""
     _compiled_first.add(id(getattr(launched, "kernel", launched)))
     return launched
 
 
 def relaunched(kernel: Any) -> Any:
-    """Decorates a kernel: what is written kernel[grid](*args, **constants, num_warps=...) goes through `launch`."""
+    """Decorates a kernel: kernel[grid](*args, **constants, num_warps=...) goes through `launch`."""
     return _Relaunched(kernel) if isinstance(kernel, triton.JITFunction) else kernel
 
 

@@ -1,4 +1,4 @@
-"""A list of launches, and of products of matrices, that is made again with other addresses, in one call of C
+"""A list of kernel launches, memsets and matrix products that one C function repeats with new addresses
 (launches.c)."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".c")
 
-# What launches.c calls of the driver, in its order.
+# The driver's functions that launches.c calls, in its order.
 FUNCTIONS = (
     "cuLaunchKernelEx",
     "cuMemsetD8Async",
@@ -36,14 +36,14 @@ FUNCTIONS = (
 
 
 class Address(NamedTuple):
-    """A parameter that is given an address: bytes behind the one in a word."""
+    """A parameter that is an address: words[base] + offset, in bytes."""
 
     base: int
     offset: int
 
 
 class TensorMap(NamedTuple):
-    """A parameter that is given a tensor map of what is at the address."""
+    """A parameter that is a tensor map: the bytes `like` with the address replaced."""
 
     address: Address
     like: bytes
@@ -53,7 +53,7 @@ Parameter = int | float | Address | TensorMap
 
 
 class View(NamedTuple):
-    """A tensor somewhere."""
+    """A tensor at an address."""
 
     at: Address
     size: tuple[int, ...]
@@ -61,12 +61,12 @@ class View(NamedTuple):
     dtype: torch.dtype
 
 
-# Products, in the order of launches.c: what they are given is the result, a bias, and the matrices.
+# Matrix products, in the order of launches.c. Operands: the result, for addmm the bias, and the two matrices.
 PRODUCTS = ("mm_out", "mm_dtype_out", "addmm_out")
 
 
 class Library(NamedTuple):
-    """What is compiled of launches.c, and the functions that it calls."""
+    """The compiled launches.c and the driver's functions that it calls."""
 
     calls: ctypes.CDLL
     driver: ctypes.Array[ctypes.c_void_p]
@@ -74,17 +74,17 @@ class Library(NamedTuple):
 
 @functools.cache
 def available() -> Library | None:
-    """The library; None where it cannot be compiled or the driver has not all functions."""
+    """The library; None if it cannot be compiled or the driver lacks a function."""
     try:
         driver = compat.cuda_driver()
         return library([ctypes.cast(driver[name], ctypes.c_void_p) for name in FUNCTIONS])
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        log.debug("no launch is made again: %s", error, exc_info=True)
+        log.debug("calls are not replayed: %s", error, exc_info=True)
         return None
 
 
 def library(functions: Sequence[ctypes.c_void_p]) -> Library:
-    """The library that calls these functions."""
+    """The library, calling the given driver functions."""
     calls = compiled(SOURCE, "-O2", f"-I{headers()}")
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     calls.sparse_launches_new.argtypes = [pointer, number]
@@ -101,7 +101,7 @@ def library(functions: Sequence[ctypes.c_void_p]) -> Library:
 
 
 class LaunchList:
-    """Launches, in order. Addresses are words, given to a `part`, the last of which is the stream."""
+    """Launches, in order. `part` returns a function of the words: the addresses, then the stream."""
 
     def __init__(self, library: Library, words: int) -> None:
         self._library = library.calls
@@ -114,7 +114,7 @@ class LaunchList:
         return int(self._library.sparse_launches_count(self._plan))
 
     def launch(self, kernel: KernelLaunch, parameters: Sequence[Parameter]) -> bool:
-        """Add a launch; False where the driver says that the kernel has other parameters."""
+        """Add a launch; False if the kernel's parameters, according to the driver, are others."""
         described = [_described(p) for p in parameters]
         maps = [p.like for p in parameters if isinstance(p, TensorMap)]
         flat = struct.pack(f"={3 * len(described)}q", *itertools.chain(*described))
@@ -125,11 +125,11 @@ class LaunchList:
         )  # fmt: skip
 
     def zeros(self, at: Address, size: int) -> None:
-        """Add that bytes at an address become zero."""
+        """Add a memset to zero of `size` bytes."""
         self._library.sparse_launches_zeros(self._plan, *at, size)
 
     def product(self, device: torch.device, name: str, operands: Sequence[View]) -> bool:
-        """Add one of the products; False where this torch has no function for it."""
+        """Add a matrix product; False if this torch has no C function for it."""
         functions = compat.product_functions(device.type, name)
         if functions is None:
             return False
@@ -145,7 +145,7 @@ class LaunchList:
         )
 
     def part(self, first: int, last: int) -> Callable[[Any, Sequence[int]], None]:
-        """What makes the launches from one up to another, called with something and the words."""
+        """A function of (anything, words) that makes the launches `first` to `last` - 1."""
         run, plan, pack = self._library.sparse_launches_run, self._plan, self._pack
 
         def made(_: Any, words: Sequence[int], of: LaunchList = self) -> None:

@@ -1,4 +1,4 @@
-"""C and C++ that is compiled once on the machine that runs it, by the compilers that Triton (C) and torch.compile on a
+"""Libraries in C and C++, compiled once on the user's machine by the compilers that Triton (C) and torch.compile on a
 CPU (C++) need."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# By a source's suffix: the variable that names the compiler, the language, and compilers to look for.
+# By suffix: (environment variable that names the compiler, language standard, compilers to look for).
 _COMPILERS = {
     ".c": ("CC", "gnu11", "gcc", "clang"),
     ".cpp": ("CXX", "c++17", "g++", "clang++"),
@@ -20,9 +20,9 @@ _COMPILERS = {
 
 
 def compiled(source: Path, *flags: str, depends_on: str = "") -> ctypes.CDLL:
-    """The library of a source file; depends_on: what else its code depends on.
+    """The library of a source file. depends_on: anything else that the compiled code depends on.
 
-    Raises OSError or subprocess.SubprocessError where there is no compiler or no folder to write to.
+    Raises OSError or subprocess.SubprocessError if there is no compiler or no writable folder.
     """
     command, library = _library_of(source, flags, depends_on)
     if not library.exists():
@@ -36,7 +36,7 @@ def compiled(source: Path, *flags: str, depends_on: str = "") -> ctypes.CDLL:
 
 
 def is_compiled(source: Path, *flags: str, depends_on: str = "") -> bool:
-    """Whether this machine has the library already."""
+    """Whether the library exists on this machine."""
     try:
         return _library_of(source, flags, depends_on)[1].exists()
     except OSError:
@@ -44,7 +44,7 @@ def is_compiled(source: Path, *flags: str, depends_on: str = "") -> bool:
 
 
 def _library_of(source: Path, flags: Sequence[str], depends_on: str) -> tuple[list[str], Path]:
-    """(the compiler's command but for the files, where the library is or will be)."""
+    """(the compiler's command without the files, path of the library)."""
     variable, standard, *names = _COMPILERS[source.suffix]
     compiler = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
     if compiler is None:

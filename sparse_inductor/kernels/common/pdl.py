@@ -1,4 +1,4 @@
-"""Kernels that start while the one in front of them ends: programmatic dependent launch, of compute capability 9."""
+"""Programmatic dependent launch (PDL): a kernel starts while the preceding one ends. Compute capability 9."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .arch import capability
 
-# On an H200 a feed-forward block of one token takes 14.4 us so, and 16.6 without.
+# A feed-forward block of one token takes 14.4 us with PDL and 16.6 us without (H200).
 USE_PDL = True
 
 
@@ -20,8 +20,8 @@ def pdl_options(t: torch.Tensor) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """With PDL, this kernel starts before the one in front of it has ended: wait for that, and let the next one
-    start. Every kernel of a row of them has to wait, as the end of one says that those in front of it have ended."""
+    """With PDL: let the next kernel start, and wait until the preceding kernel has ended. Every kernel of a sequence
+    must wait, so that the end of one implies that all kernels before it have ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -29,6 +29,6 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """With PDL, the kernel behind this one may start; this one itself started when all in front of it had ended."""
+    """With PDL: let the next kernel start. This kernel itself was launched after the preceding ones had ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

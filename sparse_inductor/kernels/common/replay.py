@@ -1,15 +1,14 @@
-"""An operator's call that has been made before, made again without the Python that plans it.
+"""Replay of an operator's call: from the third call on, it is repeated without the Python code that plans it.
 
-Between a call and its kernels lie checks, plans, allocations and views: 0.1 to 0.5 ms of the host's time, which is more
-than the kernels of a small batch take. None of it depends on what the tensors hold. So the second call with the same
-shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
-third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned, and
-with one call of C for all launches and products of matrices between two other calls of ATen (`launches`).
+Checks, plans, allocations and views take 0.1 to 0.5 ms of host time per call, more than the kernels of a small batch.
+None of it depends on the values of the tensors. So the second call with the same shapes, strides, dtypes, alignments
+and options is recorded as a plan: its allocations, launches and ATen calls. Later calls repeat the plan with the
+addresses of the new tensors. Memory that is not returned comes from one allocation, and one C function makes all
+launches and matrix products between two other ATen calls (`launches`).
 
-A call that does anything else on the way (reads a number off the GPU, uses another stream or a tensor of its own from
-before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to allocate, whose kernels
-take longer than the host. An operator with many launches, which frees next to nothing on the way, has limits of its
-own.
+A call that does anything else (reads a number from the GPU, uses another stream or a tensor from an earlier call) is
+not recorded and always runs its Python code; so does a call that allocates more than `MOST_SCRATCH`, whose kernels take
+longer than the host. An operator with many launches, which frees hardly any memory before its end, has larger limits.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from .launches import Address, LaunchList, Parameter, TensorMap, View, available
 
 log = logging.getLogger(__name__)
 
-# Bytes that are not returned: what is freed on the way is not used again in a replayed call.
+# Most bytes of scratch memory: a replayed call does not reuse memory that the recorded call freed.
 MOST_SCRATCH = 64 * 2**20
 MOST_SCRATCH_LARGE = 1536 * 2**20
-# Bytes that the recorded call may keep until its end, once.
+# Most bytes that are kept alive until the end of the recorded call.
 MOST_KEPT = 256 * 2**20
 MOST_KEPT_LARGE = 2048 * 2**20
-# Programs of many shapes start over here: some kilobytes each.
+# Most plans, some kilobytes each; a program of more shapes starts over.
 MOST_PLANS = 1024
-# What addresses may have in common with those recorded: kernels align their own buffers up to this, but for what they
-# return or give to ATen, which is allocated alone.
+# Alignment of scratch memory in bytes: kernels align their own buffers up to this. Results, and tensors that ATen is
+# given, are allocated separately.
 _PAGE = 1024
 
 _aten = torch.ops.aten
@@ -60,7 +59,7 @@ _ZEROS = {
     _aten.zeros_like.default,
     _aten.new_zeros.default,
 }
-# Products that are made among the launches, by their names there.
+# Matrix products that the C function makes, with their names in `launches`.
 _PRODUCTS = {
     _aten.mm.default: "mm_out",
     _aten.mm.out: "mm_out",
@@ -70,11 +69,11 @@ _PRODUCTS = {
     _aten.addmm.out: "addmm_out",
     _aten.addmm_.default: "addmm_out",
 }
-# Numbers that follow from what a plan is looked up by.
+# Operators whose results depend on dtypes alone, which are part of a plan's key.
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 _SIZES_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
-# By operator and all that its launches depend on: a plan; _ONCE after one call; None where there is no plan.
+# By operator and everything that its launches depend on: a plan, _ONCE after the first call, None if not replayable.
 _plans: dict[Hashable, Any] = {}
 _ONCE = object()
 _one_at_a_time = threading.Lock()
@@ -89,9 +88,11 @@ def forget() -> None:
 
 
 def replayed(fn: Callable[..., Any], large: bool = False) -> Callable[..., Any]:
-    """Decorates the device function of an operator: arguments are tensors, None, numbers, strings, dtypes and lists
-    of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
-    layouts and `compat.launch_settings`. large: the larger limits hold."""
+    """Decorates the device function of an operator, whose calls are then replayed.
+
+    Its arguments are tensors, None, numbers, strings, dtypes and lists of these; it returns new tensors, None, or
+    tuples and lists of them. Its control flow may depend on the arguments' layouts and `compat.launch_settings` alone.
+    large: use the larger limits."""
 
     last: tuple[list[Hashable], Any] = [], None
 
@@ -123,7 +124,7 @@ def _first(
     inputs: list[Tensor],
     large: bool,
 ) -> Any:
-    """A call that there is no plan for: found is _ONCE where it is the second one."""
+    """A call without a plan. found: _ONCE if it is the second call, which is recorded."""
     if found is _ONCE:
         return _record(fn, args, key, inputs, large)
     if key not in _plans:
@@ -136,7 +137,7 @@ def _first(
 
 
 def _described(args: Sequence[Any]) -> tuple[list[Hashable], list[Tensor], list[int]]:
-    """All that the launches depend on, the tensors and their addresses."""
+    """(everything that the launches depend on, the tensors, their addresses)."""
     key: list[Hashable] = [compat.launch_settings()]
     inputs: list[Tensor] = []
     addresses: list[int] = []
@@ -147,8 +148,8 @@ def _described(args: Sequence[Any]) -> tuple[list[Hashable], list[Tensor], list[
 
 
 def _shared(addresses: list[int]) -> tuple[int, ...]:
-    """Which inputs are given twice, as a weight of both projections is: to each the first at its address; () where none
-    is."""
+    """For each input the index of the first one at the same address (as of a weight that is given twice); () if all
+    addresses differ."""
     there = [a for a in addresses if a]
     return tuple(map(addresses.index, addresses)) if len({*there}) < len(there) else ()
 
@@ -156,7 +157,7 @@ def _shared(addresses: list[int]) -> tuple[int, ...]:
 def _describe(
     args: Sequence[Any], key: list[Hashable], inputs: list[Tensor], addresses: list[int]
 ) -> None:
-    """Appends what launches depend on to `key`, and the tensors and their addresses to the others."""
+    """Append what the launches depend on to `key`, the tensors to `inputs` and their addresses to `addresses`."""
     for a in args:
         if isinstance(a, Tensor):
             address = a.data_ptr()
@@ -171,11 +172,11 @@ def _describe(
 
 
 class Site:
-    """A call in generated code, whose arguments never differ but in the tensors' addresses and what they hold.
+    """A call site in generated code, where only the tensors' addresses and values differ from call to call.
 
-    fn, large: what `replayed` takes. kept: the last arguments, where they are the same at each call, down to the
-    tensors' addresses. Once there is a plan it is looked up no more: only the addresses' alignment is, and what else a
-    plan depends on.
+    fn, large: as for `replayed`. kept: trailing arguments that are the same at every call, tensors' addresses included.
+    Once there is a plan, the plan is not looked up again: only the alignment of the addresses, aliasing, and the launch
+    settings are checked.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Site:
         self._kept, self._kept_tensors = tuple(kept), _tensors_in(kept)
         self._kept_addresses = [t.data_ptr() for t in self._kept_tensors]
         self._plan: _Plan | None = None
-        self._hopeful = True  # until there turns out to be no plan
+        self._hopeful = True  # until the call turns out not to be replayable
         self._tensors: Callable[[Any], Sequence[Tensor]] = _tensors_in
         self._settings: Any = None
         self._shared: tuple[int, ...] = ()
@@ -222,7 +223,7 @@ class Site:
 
 
 def _tensors_in(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors, in the order of `_describe`."""
+    """The tensors among arguments, in the order of `_describe`."""
     found: list[Tensor] = []
     for a in args:
         if isinstance(a, Tensor):
@@ -236,7 +237,7 @@ def _tensors_in(args: Sequence[Any]) -> list[Tensor]:
 
 
 class _Unplannable(Exception):
-    """The call does what a plan cannot repeat; the message says what."""
+    """The call is not replayable; the message says why."""
 
 
 def _unplannable(why: str) -> Any:
@@ -246,7 +247,7 @@ def _unplannable(why: str) -> Any:
 def _record(
     fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], large: bool
 ) -> Any:
-    """Make the call and keep its plan, or that it has none."""
+    """Make the call and store its plan, or None if it is not replayable."""
     if not _one_at_a_time.acquire(blocking=False):
         return fn(*args)
     try:
@@ -257,15 +258,19 @@ def _record(
             _plans[key] = recording.plan(result)
         except _Unplannable as why:
             _plans[key] = None
-            log.debug("%s is planned anew at each call: %s", fn.__qualname__, str(why))
+            log.debug("%s is not replayable: %s", fn.__qualname__, str(why))
         return result
     finally:
         _one_at_a_time.release()
 
 
 class _Recording(TorchDispatchMode):
-    """What a call does, in order. The bases of addresses are the inputs, then what the call makes; in a finished plan
-    the inputs, what it allocates to return, its scratch memory, then what ATen operators returned."""
+    """Records the steps of a call, in order.
+
+    An address is an offset from a base. While recording, the bases are the inputs, then the tensors that the call
+    makes; in a finished plan the inputs, the tensors that are allocated one by one, the scratch memory, then the
+    tensors that ATen operators return.
+    """
 
     def __init__(self, inputs: list[Tensor], large: bool) -> None:
         super().__init__()
@@ -274,7 +279,7 @@ class _Recording(TorchDispatchMode):
         self._most_scratch = MOST_SCRATCH_LARGE if large else MOST_SCRATCH
         self._device = inputs[0].device
         self._stream = compat.raw_stream(self._device)
-        self._made: list[Tensor] = []  # kept, so that no address is given out twice
+        self._made: list[Tensor] = []  # kept alive, so that no address is allocated twice
         self._results: set[int] = set()  # which of them an ATen operator returned
         self._passed: set[int] = set()  # which of them an ATen operator was given
         self._divided: set[int] = set()  # which of them were used from a later element on
@@ -332,7 +337,7 @@ class _Recording(TorchDispatchMode):
         self._steps.append(call)
 
     def _multiplies(self, name: str, args: Any, out: Tensor) -> bool:
-        """The next product, where it can be made among the launches."""
+        """Record a matrix product as a step of the C function; False if that cannot make it."""
         if not available() or compat.product_functions(self._device.type, name) is None:
             return False
         if not self._known(out):
@@ -360,14 +365,14 @@ class _Recording(TorchDispatchMode):
         self._steps.clear()
 
     def unknown(self, why: str) -> None:
-        """There may have been a launch that is not among the steps."""
+        """Give up recording: a launch may have been missed."""
         if not self._why:
             self._give_up(why)
 
     def launched(
         self, compiled: Any, grid: tuple[int, ...], stream: int, args: Sequence[Any]
     ) -> None:
-        """The next launch."""
+        """Record a launch."""
         if self._why:
             return
         try:
@@ -378,11 +383,11 @@ class _Recording(TorchDispatchMode):
             self._steps.append(_Launch(kernel, given))
         except (
             Exception
-        ) as why:  # the launch is made: whatever cannot be told of it ends the recording alone
+        ) as why:  # the launch itself has been made: an error here ends the recording only
             self._give_up(f"{compiled.name}: {why}")
 
     def _placed(self, a: Any) -> Parameter:
-        """A launch's argument with places instead of tensors."""
+        """A launch's argument, with an address instead of a tensor."""
         if isinstance(a, tuple):
             base, like = a
             return TensorMap(self._locate(base) or _unplannable("an empty descriptor"), like)
@@ -397,7 +402,7 @@ class _Recording(TorchDispatchMode):
         return any(storage == x.untyped_storage().data_ptr() for x in (*self._inputs, *self._made))
 
     def _locate(self, t: Tensor) -> Address | None:
-        """Where the tensor's first element is; None for an empty one."""
+        """The address of the tensor's first element; None for an empty tensor."""
         address = t.data_ptr()
         if address == 0:
             return None
@@ -409,15 +414,15 @@ class _Recording(TorchDispatchMode):
                 return Address(len(self._inputs) + i, address - made.data_ptr())
         given = [i for i, x in enumerate(self._inputs) if x.untyped_storage().data_ptr() == storage]
         if len({self._inputs[i].data_ptr() for i in given}) > 1:
-            # Inputs that share a storage today may not do so in the next call.
+            # Inputs that share a storage in this call may not in the next one.
             given = [i for i in given if self._inputs[i].data_ptr() == address]
         if not given:
             raise _Unplannable("a tensor from elsewhere")
-        # Any of those at one address: the plan is looked up by that.
+        # Any of the inputs at this address: which inputs share one is part of the plan's key.
         return Address(given[0], address - self._inputs[given[0]].data_ptr())
 
     def plan(self, result: Any) -> _Plan:
-        """What was recorded, of a call that returned `result`."""
+        """The plan of the recorded call, which returned `result`. Raises _Unplannable."""
         if self._why or not self._steps:
             raise _Unplannable(self._why or "nothing is launched")
         returned: list[View | None] = []
@@ -427,7 +432,7 @@ class _Recording(TorchDispatchMode):
         if len(set(own)) != len(own):
             raise _Unplannable("two results share memory")
         allocated = [i for i in own if i not in self._results]
-        # ATen wants tensors: a part of the scratch memory as one costs the host more than an allocation.
+        # ATen takes tensors: a view of the scratch memory takes more host time than an allocation.
         single = {
             i
             for i in self._passed
@@ -468,7 +473,7 @@ class _Recording(TorchDispatchMode):
         return _Plan(self._device, layouts, steps, _built(shape, views, layouts))
 
     def _returned(self, result: Any, found: list[View | None]) -> Any:
-        """The result with its tensors replaced by their numbers in `found`, where an empty one is None."""
+        """The result with tensors replaced by their index in `found`, which has None for an empty tensor."""
         if isinstance(result, (tuple, list)):
             return type(result)(self._returned(r, found) for r in result)
         if result is None:
@@ -499,11 +504,11 @@ def _bytes(t: Tensor) -> int:
 
 
 class _Number(int):
-    """Which tensor of those that are returned."""
+    """Index of a returned tensor."""
 
 
 class _Empty(tuple):
-    """The layout of an empty tensor that is returned."""
+    """Layout of a returned tensor that is empty."""
 
 
 class _Launch(NamedTuple):
@@ -512,14 +517,14 @@ class _Launch(NamedTuple):
 
 
 class _Zeros(NamedTuple):
-    """Bytes that become zero."""
+    """A memset to zero of `size` bytes."""
 
     at: Address
     size: int
 
 
 class _Call(NamedTuple):
-    """An ATen operator's call; `new` are those of its results that it allocated, which may be one of several."""
+    """An ATen call. new: indices of the results that it allocates. several: it returns a tuple or list."""
 
     func: Any
     args: Any
@@ -529,7 +534,7 @@ class _Call(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A product of matrices; the result is the first operand."""
+    """A matrix product; the first operand is the result."""
 
     name: str
     operands: list[View]
@@ -539,7 +544,7 @@ _Step = _Launch | _Zeros | _Product | _Call
 
 
 def _moved(a: Any, moved: Callable[[Address], Address]) -> Any:
-    """Steps, and what is in them, with places that are elsewhere."""
+    """Steps, or a part of them, with every address replaced by moved(address)."""
     if isinstance(a, Address):
         return moved(a)
     if isinstance(a, KernelLaunch):
@@ -557,7 +562,8 @@ def _moved(a: Any, moved: Callable[[Address], Address]) -> Any:
 
 
 class _Layouts(NamedTuple):
-    """What there is at the bases: inputs, tensors that are allocated, scratch memory, what ATen operators return."""
+    """Number of inputs and allocated tensors, bytes of scratch memory, and the layouts `of` the tensors at all
+    bases."""
 
     inputs: int
     allocated: int
@@ -566,9 +572,9 @@ class _Layouts(NamedTuple):
 
 
 class _Plan:
-    """`run(inputs, addresses)` makes the call; inputs and their addresses are lists.
+    """A recorded call: `run(inputs, addresses)` repeats it.
 
-    result: makes what the call returns of the tensors at all bases.
+    result: builds the return value from the tensors at all bases.
     """
 
     def __init__(
@@ -592,7 +598,7 @@ class _Plan:
     def _written(
         self, steps: Sequence[_Step], layouts: _Layouts
     ) -> list[Callable[[list[Any], list[int]], None]]:
-        """Launches in front of, between and behind calls of ATen."""
+        """The steps as callables: one for each run of launches, one for each ATen call."""
         calls = [step for step in steps if isinstance(step, _Call)]
         new = layouts.inputs + layouts.allocated + 1
         launches = None
@@ -624,7 +630,7 @@ class _Plan:
             with torch.cuda.device(self._device):
                 return self.run(inputs, addresses)
         if self._calls and torch.is_autocast_enabled(self._device.type):
-            # Autocast had its say when the call was recorded.
+            # Autocast's casts are among the recorded steps.
             with torch.amp.autocast(self._device.type, enabled=False):
                 return self._made(inputs, addresses)
         return self._made(inputs, addresses)
@@ -647,7 +653,7 @@ class _Plan:
 
 
 class _Again:
-    """An ATen operator's call, made again; `first` is the base of the first tensor that it makes."""
+    """Repeats an ATen call. first: the base of the first tensor that it allocates."""
 
     def __init__(self, call: _Call, layouts: _Layouts, first: int) -> None:
         self._func, self._new, self._several, self._first = call.func, call.new, call.several, first
@@ -666,8 +672,8 @@ class _Again:
 def _built(
     shape: Any, views: Sequence[View | None] | None, layouts: _Layouts
 ) -> Callable[[list[Any]], Any]:
-    """What makes something of the tensors at the bases: shape with tensors for its views, which are in `views` where
-    it has numbers for them."""
+    """A function from the tensors at the bases to `shape` with tensors in place of its views; if `views` is given, in
+    place of its indices into that."""
     if views is not None and type(shape) is _Number:
         shape = views[shape]
     kind = type(shape)
@@ -689,7 +695,7 @@ def _has_views(args: Any) -> bool:
 
 
 def _seen(view: View, layouts: _Layouts) -> Callable[[list[Any]], Tensor]:
-    """What makes the view of the tensors at the bases."""
+    """A function from the tensors at the bases to the view."""
     (base, offset), size, stride, dtype = view
     if layouts.of[base] == (size, stride, dtype) and not offset:
         return operator.itemgetter(base)
@@ -704,7 +710,7 @@ def _seen(view: View, layouts: _Layouts) -> Callable[[list[Any]], Tensor]:
     def of_tensor(tensors: list[Any]) -> Tensor:
         t = tensors[base]
         if t.dtype != dtype:
-            t = t.view(-1).view(dtype)  # what has been allocated is dense
+            t = t.view(-1).view(dtype)  # an allocated tensor is dense
         return t.as_strided(size, stride, t.storage_offset() + offset // dtype.itemsize)
 
     return of_scratch if layouts.of[base] is None else of_tensor

@@ -1,7 +1,7 @@
-"""The table of tiles: what a kernel that is compiled for any GPU is given, and why.
+"""The table of tile sizes of the portable kernels, each with its reason.
 
-To tune a kernel for another GPU, put a row of that architecture in front of the kernel's rows: the first that fits
-decides. Kernels that only Hopper GPUs have (files named `hopper.py`) choose beside their code.
+To tune a kernel for another GPU, insert a row with that architecture in front of the kernel's rows: the first row that
+fits is used. Hopper's own kernels (`hopper.py` of each family) choose their tiles beside their code.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LARGE = (
 class Row:
     """One tile.
 
-    kernel: the family, and where its kernels differ the kernel. when: what has to hold, such as "fp32" (else 16 bits).
-    width: up to which number of features a head (entmax attention). arch: "sm120", or "" for all. kib: shared memory
-    that the GPU has at least.
+    kernel: the family, or "family/kernel". when: facts that must hold, such as "fp32" (else 16 bits). width: largest
+    head dimension (entmax attention). arch: such as "sm120", or "" for all. kib: least shared memory of the GPU, in
+    KiB.
     """
 
     kernel: str
@@ -134,9 +134,9 @@ TILES: tuple[Row, ...] = (
 
 @functools.lru_cache(maxsize=1024)
 def row_of(kernel: str, device: torch.device, width: int = 0, *facts: str) -> Row:
-    """The first row of a kernel, or of its family, that fits a CUDA device and what is known of a call.
+    """The first row of a kernel or its family that fits a CUDA device, a head dimension and the facts of a call.
 
-    Raises KeyError where no row does.
+    Raises KeyError if no row fits.
     """
     family, arch = kernel.partition("/")[0], "sm{}{}".format(*compute_capability(device))
     kib = shared_memory(device) // 1024

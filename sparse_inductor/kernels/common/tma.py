@@ -1,4 +1,4 @@
-"""Matrices that TMA reads, the bulk copies of Hopper and later GPUs."""
+"""Requirements of TMA, the asynchronous tile copies of Hopper and later GPUs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""How the products for Hopper GPUs (`hopper_projection`, `splade_head.hopper`) take the steps over their features."""
+"""Loop unrolling of the Hopper products (`relu_ffn.hopper`, `splade_head.hopper`) over their features."""
 
 from __future__ import annotations
 
-# An accumulator that is carried over a loop edge is waited for, so steps are unrolled: all of them where they are few
-# (the 12 of the SPLADE head's D = 768 take the compiler 6 s), else so many at a time. At K = 2 048 that costs a feed-
-# forward block's gates a quarter of a per cent; all 32 steps took the compiler seven times as long.
+# A loop edge waits for the accumulator that it carries, so steps are unrolled: up to MOST steps all (the 12 steps of
+# the SPLADE head's D = 768 compile in 6 s), more of them in rounds of at most AT_A_TIME. At K = 2 048 rounds make the
+# gate projection 0.25 % slower; unrolling all 32 steps compiles seven times as long.
 MOST, AT_A_TIME = 16, 8
 
 
 def unrolled(steps: int) -> tuple[int, int]:
-    """(steps to take, steps of them that are unrolled): at least `steps`; those past the last multiply zeros."""
+    """(number of steps, at least `steps`, steps per round). Steps behind the last one multiply zeros."""
     if steps <= MOST:
         return steps, steps
     rounds = -(-steps // AT_A_TIME)
