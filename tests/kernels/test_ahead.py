@@ -17,7 +17,7 @@ CASES = {
         [(8192, 64), (2048, 64), (64, 2048), (2048, 64)],
         "_pack_kernel _dots_kernel _weighted_rows_kernel _by_neuron_kernel",
     ),
-    "entmax_attention": (HEADS, "broad_kernel _output_kernel _rows_kernel _keys_kernel"),
+    "entmax_attention": (HEADS, "large_support_kernel _output_kernel _rows_kernel _keys_kernel"),
     "entmax": ([(512, 64)], "_forward_kernel _backward_kernel"),
     "topk_encode": ([(512, 64), (1024, 64), (1024,)], "_top_kernel _outer_kernel"),
     "counted": (AUTOENCODER, "_packed_kernel _listed_counts_kernel _by_neuron_kernel _sums_kernel"),

@@ -103,7 +103,7 @@ def test_broad_rows_need_no_block_pass(alpha, causal, device):
 @pytest.mark.heavy
 @pytest.mark.parametrize("causal", [heavy(False), True])
 def test_each_row_goes_its_own_way(causal, device):
-    """Peaked, broad and flat rows beside each other."""
+    """Rows of small, large and full support beside each other."""
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
     q, k, v, grad = operands(device, **sizes(device, H=1, Lq=rows + 5, Lk=400, variance=1.0))
     factor = torch.tensor([2.5, 1.0, 1e-2], device=device)[torch.arange(q.shape[2]) % 3]

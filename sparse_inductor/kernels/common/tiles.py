@@ -111,7 +111,7 @@ TILES: tuple[Row, ...] = (
     ),
     Row(
         "entmax_attention/rows", _attention(64, 64, 4, 2), when=_ALPHA, width=64,
-        why="dalpha's sums are faster in smaller programs: a step with broad rows, [2, 16, 8192, 64], 13.1 ms of 13.6",
+        why="dalpha's sums are faster in smaller programs: large supports, [2, 16, 8192, 64], 13.1 ms of 13.6",
     ),
     Row("entmax_attention/rows", _attention(128, 64, 8, 2), when=_BUSY, width=64),
     Row("entmax_attention/rows", _attention(128, 64, 8, 3), "scores, dp and two sums", width=64),

@@ -4,12 +4,12 @@ With m the maximum of a row z and c = alpha - 1,
 
     p_i = y r_i^(1/c),    r_i = [1 - c (m - z_i) y^-c]_+,    y the largest probability, so that sum_i p_i = 1
 
-y is found by Newton's iteration on what is in registers, starting from the y of the maxima of classes of columns: an
-upper bound, as every class adds to the sum, and for alpha <= 2 the iteration descends from there to the root and
-nowhere else. It ends where a step is below the resolution of fp32; what rounding y leaves is divided out.
+y is found by Newton's iteration on the row in registers. It starts from the y of the maxima of column classes, an upper
+bound, since every class adds to the sum; for alpha <= 2 the iteration descends from there to the root monotonically. It
+ends if a step is below the resolution of fp32; the rounding error of y is divided out.
 
-A row of up to 32 768 columns is read once. Longer ones are read once for the maxima, once an iteration (one to
-three) and once for the output; the programs that run together leave their rows in the L2 cache.
+A row of up to 32 768 columns is read once. A longer row is read once for the maxima, once per iteration (one to three)
+and once for the output; the rows of the programs that run at the same time stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from ..common.launch import Launcher, launch
 
-# Newton steps below this, relative to y, end the iteration: four roundings of fp32.
+# Relative Newton step that ends the iteration: four units of fp32's rounding.
 FINE = tl.constexpr(2.0**-22)
-# Class maxima only give a bound, which every iterate is.
+# The same on class maxima, which only give a bound: every iterate is one.
 COARSE = tl.constexpr(2.0**-5)
-# Three or four steps are usual; a bracket halves at least every second one, so this ends any row.
+# Most steps. Three or four are usual; a bracket halves at least every second one, so that 64 suffice for any row.
 STEPS = tl.constexpr(64)
 
 # POWER is 1 / (alpha - 1) where that is a small integer, else one of these.
@@ -40,19 +40,20 @@ _MILD = (
 _BY_ROW = -2  # each row has its own; the tile's rows decide together which of 2, 1, _MILD and _ANY
 MILD_SCALE = tl.constexpr(0.125)
 
-# The most columns that registers hold: 64 a thread at 512 threads.
+# Most columns that registers hold: 64 a thread at 512 threads.
 _RESIDENT = 32768
 
 
 @triton.jit
 def _log1p(x, w, inverse):
-    """log(1 + x) from w = 1 + x rounded and 1 / w: the logarithm of w, and what the rounding took from it."""
+    """log(1 + x) from w = 1 + x, rounded, and 1 / w: the logarithm of w plus a correction for its rounding."""
     return tl.log(w) + (x - (w - 1.0)) * inverse
 
 
 @triton.jit
 def _log2(x, EXACT: tl.constexpr):
-    """To the accuracy of fp32, or that of the GPU's instruction: 2^-22, absolute around 1, relative elsewhere."""
+    """log2 to fp32's accuracy if EXACT, else by the GPU's instruction: error 2^-22, absolute around 1, else
+    relative."""
     if EXACT:
         return tl.log2(x)
     else:
@@ -99,7 +100,7 @@ def _scale(y, c, POWER: tl.constexpr):
 
 
 # Tiles are [M, J, T], rows by columns, or [T, J, M] where neighbouring rows are neighbours in memory. The last
-# dimension is spread over lanes first; J is reduced first, and then AXIS is where T is: 1 or 0.
+# dimension is distributed over lanes. J is reduced first; AXIS is the dimension of T after that, 1 or 0.
 
 
 @triton.jit
@@ -110,13 +111,13 @@ def _spread(row, AXIS: tl.constexpr):
 
 @triton.jit
 def _partial(d, e, p, POWER: tl.constexpr):
-    """Sums over J of r^p, r^(p-1) and, where it is of use, the support's size: [.., 2, 2], or [.., 2]."""
+    """Sums over J of r^p, r^(p - 1) and, for POWER 2, the support's size: [.., 2], or [.., 2, 2]."""
     top, slope = _terms(d, e, p, POWER)
     if POWER != 1 and (d.shape[1] == 1 or d.shape[2] < 128):
-        # The first addition is one of what another lane sends. Lanes that hold the same row must find the same sums, or
-        # they part in the iterations, but a product contracted with what is sent is rounded once here and twice there.
-        # Contracted with zero, which the compiler must not know to be one, it is rounded once everywhere. Elsewhere a
-        # thread adds entries of its own first.
+        # The first addition adds a value from another lane. Lanes of the same row must get bitwise equal sums, or their
+        # iterations diverge; but a product that is contracted with that addition is rounded once in one lane and twice
+        # in the other. Contracted with a zero that the compiler does not know to be zero, it is rounded once in both.
+        # In other tiles a thread adds its own entries first.
         zero = 0.0 * e
         top += zero
         if POWER != 2:
@@ -131,7 +132,7 @@ def _partial(d, e, p, POWER: tl.constexpr):
 
 @triton.jit
 def _total(part, POWER: tl.constexpr, AXIS: tl.constexpr):
-    """The sums of `_partial` over T, spread: one reduction across the program for all of them."""
+    """The sums of `_partial` over T, each as by `_spread`: one reduction across the program for all of them."""
     part = tl.sum(part, AXIS)
     if POWER == 2:
         part, ks = tl.split(part)
@@ -145,17 +146,17 @@ def _total(part, POWER: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _next(y, s, s1, k, lo, hi, last, before, c, p, fine, POWER: tl.constexpr):
-    """One step from y, where the sums are s, s1 and k: the next y, whether it differs, the bracket, step lengths."""
+    """One step from y with sums s, s1 and k: (next y, whether it differs, lo, hi, last step, step before)."""
     excess = y * s - 1.0
     if POWER == 1:
-        # The exact root if the support stays what it is, and never below the root if it does not.
+        # The exact root if the support does not change, else never below the root.
         guess = y - excess / s1
         moved = y - guess > y * fine
     else:
         hi = tl.where(excess >= 0, y, hi)
         lo = tl.where(excess <= 0, y, lo)
         if POWER == 2:
-            # The exact root if the support stays: sum (t r - delta)^2 = 1 over the k entries, t = sqrt(y).
+            # The exact root if the support does not change: sum (t r - delta)^2 = 1 over the k entries, t = sqrt(y).
             t = tl.sqrt(y)
             s1 *= t
             t -= excess / (s1 + tl.sqrt(tl.maximum(s1 * s1 - k * excess, 0.0)))
@@ -163,18 +164,18 @@ def _next(y, s, s1, k, lo, hi, last, before, c, p, fine, POWER: tl.constexpr):
             guarded = excess == excess
             moved = tl.abs(guess - y) > y * fine
         else:
-            # Newton's step for t = y^c, -tau, and the p-norm of [t r]: straight where all scores are alike.
+            # Newton's step for t = y^c = -tau on the p-norm of [t r], which is linear if all scores are equal.
             log_norm = tl.log(y * s) * c
             small = log_norm * (1.0 - log_norm * (0.5 - log_norm * 0.16666667))
             away = tl.where(tl.abs(log_norm) < 0.01, small, 1.0 - tl.exp(-log_norm)) * (s / s1)
             left = 1.0 - away
             guess = y * tl.exp(_log1p(-away, left, 1.0 / left) * p)
-            # Above alpha 2 slopes may be infinite where an entry enters: a short step says nothing there.
+            # For alpha > 2 the slope may be infinite where an entry enters: a short step is no sign of convergence.
             guarded = c > 1
             guess = tl.where(guarded, y - excess / s1, guess)
             moved = tl.where(guarded, tl.abs(excess) > fine, y - guess > y * fine)
         moved = moved & ((hi - lo > hi * fine) | ~guarded)
-        # A step out of the bracket, or not half of the one before the last, is a bisection instead.
+        # A step out of the bracket, or longer than half of the one before the last, is replaced by a bisection.
         sound = (guess > lo) & (guess < hi) & (tl.abs(guess - y) <= 0.5 * before)
         guess = tl.where(guarded & ~sound, 0.5 * (lo + hi), guess)
         before = last
@@ -184,7 +185,7 @@ def _next(y, s, s1, k, lo, hi, last, before, c, p, fine, POWER: tl.constexpr):
 
 @triton.jit
 def _solve(d, y, floor, c, p, fine, POWER: tl.constexpr, AXIS: tl.constexpr):
-    """(y, sum r^p at that y) of each row for the scores d = c (z - m), from a y that is not too small."""
+    """(y, sum of r^p at y) of each row for scores d = c (z - m). y: a start at or above the root."""
     lo, hi = floor + 0.0 * y, 1.0 + 0.0 * y
     last, before = hi, hi
     s = 0.0 * y
@@ -197,7 +198,7 @@ def _solve(d, y, floor, c, p, fine, POWER: tl.constexpr, AXIS: tl.constexpr):
         )
         steps += 1
         go = tl.where(steps < STEPS, tl.max(tl.ravel(moved.to(tl.int32)), 0), 0)
-        # s belongs to y: the last step is not taken.
+        # The last step is not taken, so that s belongs to y.
         y = tl.where(go > 0, following, y)
     return y, s
 
@@ -209,14 +210,14 @@ def _load(x, column, keep, stride):
 
 @triton.jit
 def _shift(classes, AXIS: tl.constexpr):
-    """Each row's maximum; 0 for a row of -inf, which then stays one."""
+    """Each row's maximum; 0 for a row of -inf, whose scores then stay -inf."""
     peak = _spread(tl.max(classes, AXIS), AXIS)
     return tl.where(peak == -float("inf"), 0.0, peak)
 
 
 @triton.jit
 def _resident(x, out, column, keep, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr):
-    """Rows that fit the registers: scores are held from the one read on."""
+    """Rows that fit the registers: scores are read once."""
     z = _load(x, column, keep, sxn)
     classes = tl.max(z, 1)
     shift = _shift(classes, AXIS)
@@ -235,7 +236,7 @@ def _resident(x, out, column, keep, sxn, son, floor, c, p, POWER: tl.constexpr, 
 def _streamed(
     x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr
 ):
-    """Rows that do not: read again, from the L2 cache where they fit it, for each of a few iterations."""
+    """Rows that do not fit the registers: read again in each iteration, from the L2 cache if they fit it."""
     J: tl.constexpr = column.shape[1]
     T: tl.constexpr = column.shape[2 * AXIS]
     classes = tl.max(_load(x, column, alive & (column < n), sxn), 1)
@@ -290,9 +291,9 @@ def _place(
     A, C, M: tl.constexpr, J: tl.constexpr, T: tl.constexpr,
     AXIS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(a, c, column) of this program's tile and which of its rows there are."""
+    """(a, c, column, mask of existing rows) of this program's tile."""
     row = tl.arange(0, M)
-    if FLAT:  # C is small: the tile goes on into the next a
+    if FLAT:  # C is small: a tile continues in the next a
         row = _spread(tl.program_id(0).to(tl.int64) * M + row, AXIS)
         a, c = row // C, row % C
         alive = row < A * C
@@ -312,8 +313,8 @@ def _place(
 def _at(pointer, a, b, stride_a, stride_b, AXIS: tl.constexpr):
     """Pointers to the first columns of rows (a, b)."""
     if AXIS == 0:
-        # Nothing the compiler knows to be aligned: it would give a thread four neighbouring rows, and four times
-        # the state of an iteration. Rows by single lanes are as coalesced.
+        # Hides the pointer's alignment from the compiler, which would give a thread four neighbouring rows, and four
+        # times the state of an iteration. One row per lane is as coalesced.
         pointer += tl.program_id(1)
     return pointer + a * stride_a + b * stride_b
 
@@ -325,9 +326,9 @@ def _forward_kernel(
     POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A program owns M rows of n columns; it writes them once and reads them once if RESIDENT, when n <= J * T.
+    """A program computes M rows of n columns; if RESIDENT (n <= J * T) it reads them once.
 
-    `scale` is alpha - 1, or `scales` [A, C] have it for each row. EXACT: _MILD is not there.
+    scale: alpha - 1; scales [A, C]: alpha - 1 of each row, or None. EXACT: _MILD is not available.
     """
     a, b, column, alive = _place(A, C, M, J, T, AXIS, FLAT, WIDE)
     x = _at(x, a, b, sxa, sxc, AXIS)
@@ -339,7 +340,7 @@ def _forward_kernel(
         c = _spread(tl.full([M], scale, tl.float32), AXIS)
         _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, POWER, RESIDENT, AXIS)
     else:
-        # The rows of a tile mostly share their alpha, which picks the cheapest form for them.
+        # The rows of a tile mostly share an alpha, whose cheapest form is used.
         c = tl.load(scales + a * C + b, mask=alive, other=float("inf"))
         least = tl.min(tl.ravel(c), 0)
         most = tl.max(tl.ravel(tl.where(alive, c, -float("inf"))), 0)
@@ -373,7 +374,9 @@ def _slopes(y, c, POWER: tl.constexpr, EXACT: tl.constexpr):
 def _load_pair(grad, y, column, keep, sgn, syn, POWER: tl.constexpr):
     g = tl.load(grad + column * sgn, mask=keep, other=0.0).to(tl.float32)
     p = tl.load(y + column * syn, mask=keep, other=0.0).to(tl.float32)
-    if POWER == 1:  # sparsemax chooses: where it has no slope, an infinite gradient is none
+    if (
+        POWER == 1
+    ):  # outside of sparsemax's support the slope is zero, also for an infinite gradient
         g = tl.where(p == 0, 0.0, g)
     return g, p
 
@@ -390,7 +393,7 @@ def _mean(total, weighted):
 
 @triton.jit
 def _alpha_terms(g, y, EXACT: tl.constexpr):
-    """What the row's alpha gradient sums up: sum g y / c^2 - sum g y log y / c, for g less its mean under u."""
+    """Terms of a row's alpha gradient, sum g y / c^2 - sum g y log y / c, where g has its mean under u subtracted."""
     gy = g * y
     return gy, gy * (_log2(tl.where(y > 0, y, 1.0), EXACT) * 0.6931471805599453)
 
@@ -402,9 +405,9 @@ def _backward_kernel(
     POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A program owns M rows of n columns: dx = u (grad - sum(u grad) / sum u), and d_alpha [A, C].
+    """A program computes M rows of n columns of dx = u (grad - sum(u grad) / sum u), and their d_alpha [A, C].
 
-    It reads grad and y once if RESIDENT, else twice, and writes dx once; dx or d_alpha may be None.
+    It reads grad and y once if RESIDENT, else twice. dx or d_alpha may be None.
     """
     a, b, column, alive = _place(A, C, M, J, T, AXIS, FLAT, WIDE)
     grad = _at(grad, a, b, sga, sgc, AXIS)
@@ -456,7 +459,7 @@ def _backward_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """M rows by J * T columns; J * M * T / (32 * warps) entries a thread, and its J columns make a class."""
+    """M rows by J * T columns, J * M * T / (32 * warps) entries a thread; J columns form a class."""
 
     M: int
     J: int
@@ -471,18 +474,18 @@ class _Tile:
 
 
 def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) -> _Tile:
-    """The tile of rows of n columns `stride` apart, of which a thread holds about `held` entries.
+    """The tile for rows of n columns `stride` apart, of which a thread holds about `held` entries.
 
-    A barrier costs more than a longer thread: as few warps as hold the row. What a warp reads at once of a row is
-    16 bytes a lane, and 128 bytes a row where it has several.
+    A barrier takes longer than a thread with more entries: as few warps as hold the row. A warp reads 16 bytes a lane,
+    and 128 bytes per row if it has several rows.
     """
     columns = triton.next_power_of_2(n)
     lanes = 16 // itemsize * 32
     if stride > 1 and C < 8 and columns <= 64:
-        # Too few neighbouring rows for that: a thread has whole rows, whose sectors the cache keeps for the next.
+        # Too few neighbouring rows for coalesced loads: a thread has whole rows, whose sectors stay in the cache.
         return _Tile(max(32, 1024 // columns), columns, 1, 1, flat=True)
     if stride > 1:
-        # Neighbouring rows are what is contiguous: 64 bytes of them, more where C ends within.
+        # Neighbouring rows are contiguous: 64 bytes of them.
         rows = min(triton.next_power_of_2(C), 64 // itemsize)
         if columns * rows > min(resident, 16384):
             return _Tile(rows, 16, 16, 8, 0, resident=False)
@@ -490,7 +493,7 @@ def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) 
         width = min(columns, max(2, 32 // rows) * warps)
         return _Tile(rows, columns // width, width, warps, 0)
     if columns > resident:
-        # One program an SM, so that the rows under way stay in the L2 cache.
+        # One program per SM, so that the rows being processed stay in the L2 cache.
         return _Tile(1, max(1, 16384 // (32 * lanes)), 32 * lanes, 32, resident=False)
     if columns >= 16 * held:
         warps = max(1, columns // (32 * held))
@@ -503,7 +506,7 @@ def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A launch but for its tensors. order: the other dimensions in the order of A * C."""
+    """A launch without its tensors. order: the other dimensions in the order of A * C."""
 
     grid: tuple[int]
     numbers: tuple[int | float, ...]
@@ -523,9 +526,9 @@ def _plan(
     held: int,
     resident: int,
 ) -> _Plan | None:
-    """How rows of tensors with these strides are launched; None where the strides do not allow it.
+    """The launch for rows of tensors with these strides; None if the strides are not supported.
 
-    alpha: None if each row has its own. held: entries a thread holds, half of them where a column takes a logarithm.
+    alpha: None if each row has its own. held: entries per thread, 32 if a power takes a logarithm.
     """
     layout = _layout(shape, strides, dim)
     if layout is None:
@@ -543,7 +546,7 @@ def _plan(
 
 
 def applies(x: Tensor) -> bool:
-    """Whether the kernels take the rows of x: anything but fp64 and nothing at all."""
+    """Whether the kernels support x: not fp64, and not empty."""
     return x.dtype != torch.float64 and x.numel() > 0
 
 
@@ -558,7 +561,7 @@ def forward(
     """Probabilities along `dim`, in the dtype and layout of x (fp32, fp16 or bf16, any strides); arithmetic is fp32.
 
     alpha: above 1; a number, or a tensor with the dimensions of x that broadcasts to it and has size 1 at `dim`.
-    resident: the most columns held in registers. run: what launches the kernel.
+    resident: most columns held in registers. run: launches the kernel.
     """
     out = torch.empty_like(x)
     number = None if isinstance(alpha, Tensor) else alpha
@@ -582,7 +585,7 @@ def backward(
     resident: int = _RESIDENT,
     run: Launcher = launch,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x, as `needs[0]`, and of a tensor alpha, as `needs[1]`, from the probabilities y."""
+    """Gradients of x (if needs[0]) and of a tensor alpha (if needs[1]) from the probabilities y; None if not needed."""
     dx = torch.empty_like(y) if needs[0] else None
     number = None if isinstance(alpha, Tensor) else alpha
     strides = grad.stride(), y.stride(), (y if dx is None else dx).stride()
@@ -607,7 +610,7 @@ def backward(
 
 
 def _scales(alpha: Tensor, x: Tensor, dim: int, order: list[int]) -> Tensor:
-    """alpha - 1 of each row, fp32, contiguous."""
+    """alpha - 1 of each row, fp32, contiguous, in this order of dimensions."""
     rows = list(x.shape)
     rows[dim] = 1
     scales = (alpha - 1).float().expand(rows).squeeze(dim)
@@ -616,16 +619,16 @@ def _scales(alpha: Tensor, x: Tensor, dim: int, order: list[int]) -> Tensor:
 
 
 def _power(alpha: float, exact: bool) -> int:
-    """POWER of a number."""
+    """POWER of an alpha that is a number."""
     power = 1 / (alpha - 1)
-    # Products are cheaper than a logarithm and an exponential up to here.
+    # Up to a power of 8, products are faster than a logarithm and an exponential.
     if 1 <= power < 8.5 and abs(power - round(power)) < 1e-9:
         return round(power)
     return _MILD if power <= 8 and not exact else _ANY
 
 
 def _exact(x: Tensor) -> bool:
-    """Whether all logarithms are exact: the approximate one is an instruction of NVIDIA's."""
+    """Whether logarithms are computed to fp32's accuracy: only NVIDIA GPUs have the approximate instruction."""
     return not x.is_cuda or torch.version.hip is not None
 
 
@@ -634,7 +637,8 @@ def _layout(
 ) -> tuple[int, int, list[tuple[int, int, int]], list[int]] | None:
     """(A, C, strides (a, c, column) of each tensor, the other dimensions in the order of A * C).
 
-    The dimensions but `dim` as two, the inner one the finer; None where the strides do not allow it.
+    The dimensions other than `dim` merged into two, the inner one with the smaller strides; None if the strides do not
+    allow it.
     """
     dim %= len(shape)
     order = [i for i in range(len(shape)) if i != dim]

@@ -1,4 +1,4 @@
-"""Entmax attention: what the kernels take, and their forward and backward.
+"""Entmax attention on a GPU: which operands the kernels support, forward and backward.
 
     p = argmax over the simplex of p . z + H_alpha(p),  out = p v,
     z = scale * q k^T (+ bias), `fill` where a key is dropped
@@ -20,8 +20,7 @@ from .blocks import forward_blocks
 from .problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Below, a product has less than the matrix units' 16 in depth; above, two operand tiles fill
-# shared memory.
+# Head dimensions. Tensor cores multiply at a depth of 16; above MAX_WIDTH, two operand tiles do not fit shared memory.
 MIN_WIDTH, MAX_WIDTH = 16, 256
 
 
@@ -36,7 +35,7 @@ def applies(
     alpha_value: float = 1.5,
     **_: Any,
 ) -> bool:
-    """Whether the kernels take these operands: one 16-bit dtype or fp32, widths 16 to 256."""
+    """Whether the kernels support these operands: one 16-bit dtype or fp32, head dimensions 16 to 256."""
     return (
         q.dtype in DTYPES
         and q.dtype == k.dtype == v.dtype
@@ -57,7 +56,7 @@ def saved_like(
     """Empty tensors of the shapes and dtypes of what `forward` saves: a function of sizes only.
 
     (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where lists are tried, also
-    entries int64 [B, H, Lq, SLOTS], starts and counts int32 [B, H, Lq], left int32 [B, H, Lq],
+    entries int64 [B, H, Lq, SLOTS], starts and counts int32 [B, H, Lq], fallback int32 [B, H, Lq],
     earlier int32 [B, H, blocks + 1] and key_counts int32 [B, Hkv, Lk], which portable kernels
     neither fill nor read.
     """
@@ -73,7 +72,7 @@ def saved_like(
 
 
 def _lists(saved: tuple[torch.Tensor, ...]) -> lists.Lists | None:
-    """What the current layer's kernels fill and read beside reference and shift, which are those of all rows."""
+    """The lists among the saved tensors, None if the current layer's kernels do not use any."""
     native = len(saved) > 2 and layers.current() == layers.Layer.NATIVE
     return lists.Lists(*saved[2:]) if native else None
 
@@ -107,8 +106,8 @@ def forward(
             else:
                 if listed is not None:
                     lists.forward_lists(problem, out, reference, shift, listed, training)
-                left = lists.left_rows(q, listed)
-                forward_blocks(problem, out, reference, shift, left, training)
+                fallback = lists.fallback_rows(q, listed)
+                forward_blocks(problem, out, reference, shift, fallback, training)
     return out, saved if training else ()
 
 
@@ -138,7 +137,7 @@ def backward(
         )
     reference, shift = saved[:2]
     listed = _lists(saved)
-    rest = lists.left_rows(q, listed)
+    rest = lists.fallback_rows(q, listed)
     out = out.contiguous()
     dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
     delta = torch.empty_like(shift)

@@ -8,9 +8,9 @@ dp = dO v^T:
     dalpha = sum_j dp * ((p - g / sum g) / (alpha - 1)^2 - (S - g sum S / sum g) / (alpha - 1)),
     S = p log p
 
-delta is not the row sum of dO * O, as it is for softmax (g is p only where alpha -> 1), so the dq
-pass sums g * (dp - guess) k and g k, and subtracts once the row is through. The guess, dO . O, keeps
-the difference from cancelling.
+delta is not the row sum of dO * O, as it is for softmax (g is p only for alpha -> 1). So the dq pass
+sums g * (dp - guess) k and g k, and subtracts at the row's end. The guess, dO . O, avoids
+cancellation in the difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..common.launch import relaunched
 from .problem import (
-    Left,
+    FallbackRows,
     Problem,
     Row,
     Strided,
@@ -49,7 +49,7 @@ from .tau import LN2, POS_INF, clip, log_entries, powers
 
 @triton.jit
 def _narrow(x, like):
-    """x in the dtype of `like`; u^(beta - 1) has no upper bound for alpha > 2, fp16 has."""
+    """x in the dtype of `like`, clamped to fp16's range: u^(beta - 1) is unbounded for alpha > 2."""
     if like.dtype == tl.float16:
         x = tl.clamp(x, -65504.0, 65504.0)
     return x.to(like.dtype)
@@ -57,12 +57,12 @@ def _narrow(x, like):
 
 @relaunched
 @triton.jit
-def _rows_kernel(x, out, grad, reference, shift, left, dq, delta, dalpha, C: tl.constexpr):
-    """A program owns BM rows of dq and delta and, if wanted, of dalpha."""
-    bh, number, count = own_rows(x, left, C)
+def _rows_kernel(x, out, grad, reference, shift, fallback, dq, delta, dalpha, C: tl.constexpr):
+    """A program computes BM rows of dq, delta and, unless it is None, dalpha."""
+    bh, number, count = own_rows(x, fallback, C)
     if number * C.BM >= count:
         return
-    block, tiles = open_rows(x, left, bh, number, count, C)
+    block, tiles = open_rows(x, fallback, bh, number, count, C)
     whole, seen, every = tiles
     head, i, at = block.head, block.i, block.at
     last_row = head.Lq
@@ -100,7 +100,7 @@ def _rows_kernel(x, out, grad, reference, shift, left, dq, delta, dalpha, C: tl.
             gdp += lane_sums(w, C.LANES)
             gs += lane_sums(g, C.LANES)
             if dalpha is not None:
-                # p = g u, and S is log p = beta log u of that: what is the same in a row is for the end.
+                # p = g u and S = p log p = p beta log u; factors that are constant in a row are applied at the end.
                 pdp += lane_sums(w * u, C.LANES)
                 sdp += lane_sums(w * ulog, C.LANES)
                 s += lane_sums(g * ulog, C.LANES)
@@ -121,7 +121,7 @@ def _rows_kernel(x, out, grad, reference, shift, left, dq, delta, dalpha, C: tl.
 
 
 class _Saved(NamedTuple):
-    """What the forward found and the pass over rows: reference, shift and delta of one head's rows."""
+    """Reference and shift from the forward, and delta from the pass over rows, of one head's rows."""
 
     reference: Any
     shift: Any
@@ -145,10 +145,9 @@ def _keys_pass(
 ):  # fmt: skip
     """Add to dk / scale and dv over query tiles first:last.
 
-    EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: skip tiles without a row
-    whose threshold lies under `fill`, all keys of which are after the diagonal here. LISTED:
-    first:last count tiles of the `count` rows that `rows` names. EVEN: no tile, other than of such, crosses
-    the end of the rows.
+    EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: all keys lie after the
+    diagonal; skip tiles in which no row has a threshold below `fill`. LISTED: first:last are tiles of
+    the `count` rows listed in `rows`. EVEN: unless LISTED, no tile crosses the end of the rows.
     """
     last_row = head.Lq
     SOME: tl.constexpr = LISTED or not EVEN
@@ -199,13 +198,13 @@ def _head_pass(
 @relaunched
 @triton.jit
 def _keys_kernel(
-    x, grad, reference, shift, delta, low, left, dk, dv, EVEN: tl.constexpr, C: tl.constexpr
+    x, grad, reference, shift, delta, low, fallback, dk, dv, EVEN: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """A program owns dk and dv of BN keys, over the rows of all heads that read them.
+    """A program computes dk and dv of BN keys, over the rows of all query heads that share the key head.
 
-    low[b, h] tells whether some row of the head has its threshold under `fill`, so that keys after
-    the diagonal receive a gradient too. LEFT_ROWS: only the rows left; dk and dv of a key head without any
-    are not written.
+    low[b, h]: whether a row of the head has a threshold below `fill`, so that keys after the diagonal
+    receive a gradient, too. FALLBACK_ROWS: only the fallback rows; dk and dv of a key head without
+    such rows are not written.
     """
     Lq, Lk, G = x.Lq, x.Lk, x.G
     blocks = tl.cdiv(Lk, C.BN)
@@ -215,12 +214,12 @@ def _keys_kernel(
     b = bg // (x.H // G)
     h0 = bg % (x.H // G) * G
     chosen = 0
-    row_blocks = tl.cdiv(Lq, C.LEFT_ROWS) if C.LEFT_ROWS > 0 else 0
-    if C.LEFT_ROWS > 0:
+    row_blocks = tl.cdiv(Lq, C.FALLBACK_ROWS) if C.FALLBACK_ROWS > 0 else 0
+    if C.FALLBACK_ROWS > 0:
         for head_number in range(G):
             bh = bg * G + head_number
-            chosen += tl.load(left.earlier + bh * (row_blocks + 1) + row_blocks)
-    if C.LEFT_ROWS > 0 and chosen == 0:
+            chosen += tl.load(fallback.earlier + bh * (row_blocks + 1) + row_blocks)
+    if C.FALLBACK_ROWS > 0 and chosen == 0:
         return
     head = open_head(x, b, h0)
     last_key, diagonal = head.last_key, head.diagonal
@@ -246,13 +245,13 @@ def _keys_kernel(
         first, middle, final = start, plain, rows
         here = 0
         listed = grad.start
-        if C.LEFT_ROWS > 0:
-            listed = left.rows + bh * Lq
-            before = left.earlier + bh * (row_blocks + 1)
-            first = tl.load(before + start * C.BM // C.LEFT_ROWS) // C.BM
-            middle = tl.minimum(tl.cdiv(plain * C.BM, C.LEFT_ROWS), row_blocks)
+        if C.FALLBACK_ROWS > 0:
+            listed = fallback.rows + bh * Lq
+            before = fallback.earlier + bh * (row_blocks + 1)
+            first = tl.load(before + start * C.BM // C.FALLBACK_ROWS) // C.BM
+            middle = tl.minimum(tl.cdiv(plain * C.BM, C.FALLBACK_ROWS), row_blocks)
             middle = tl.cdiv(tl.load(before + middle), C.BM)
-            final = tl.minimum(tl.cdiv(rows * C.BM, C.LEFT_ROWS), row_blocks)
+            final = tl.minimum(tl.cdiv(rows * C.BM, C.FALLBACK_ROWS), row_blocks)
             final = tl.cdiv(tl.load(before + final), C.BM)
             first = tl.minimum(first, final)
             middle = tl.maximum(tl.minimum(middle, final), first)
@@ -262,7 +261,7 @@ def _keys_kernel(
         spread = 0
         if C.CAUSAL and C.FINITE_FILL:
             spread = tl.load(low + bh).to(tl.int32)
-        if C.LEFT_ROWS > 0 and here < Lq:
+        if C.FALLBACK_ROWS > 0 and here < Lq:
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, k, v, j, mine, do, saved, listed, here, spread, first, middle, final,
                 True, EVEN, C,
@@ -284,7 +283,7 @@ def _bias_kernel(
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_ROWS: tl.constexpr, OVER_KEYS: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """A program owns a tile of dbias and sums dz over the dimensions that bias is broadcast over."""
+    """A program computes a tile of dbias: sums of dz over the dimensions along which bias is broadcast."""
     Lq, Lk, H = x.Lq, x.Lk, x.H
     row_blocks = 1 if OVER_ROWS else tl.cdiv(Lq, C.BM)
     key_blocks = 1 if OVER_KEYS else tl.cdiv(Lk, C.BN)
@@ -336,7 +335,7 @@ def _bias_kernel(
 
 
 def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Whether a row of each head has its threshold under `fill`, uint8 [B, H]."""
+    """Whether any row of a head has a threshold below `fill`, uint8 [B, H]."""
     if problem.alpha is None:
         am1 = reference.new_full((), problem.alpha_value - 1.0)  # fp32, to round as the kernels do
     else:
@@ -351,17 +350,17 @@ def rows_blocks(
     out: torch.Tensor,
     reference: torch.Tensor,
     shift: torch.Tensor,
-    left: Left | None,
+    fallback: FallbackRows | None,
     dq: torch.Tensor,
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
 ) -> None:
-    """Fill dq, delta and, if given, dalpha (fp32 [B, H, Lq]); with `left` only its rows."""
+    """Write dq, delta and, unless it is None, dalpha (fp32 [B, H, Lq]); with `fallback` those rows only."""
     tile = tile_for(problem, "rows")
     x = problem.operands()
     _rows_kernel[(problem.heads * triton.cdiv(x.Lq, tile.rows),)](
-        x, Strided.of(out), Strided.of(grad), reference, shift, left, dq, delta, dalpha,
-        C=problem.fixed(tile, left), **tile.options(),
+        x, Strided.of(out), Strided.of(grad), reference, shift, fallback, dq, delta, dalpha,
+        C=problem.fixed(tile, fallback), **tile.options(),
     )  # fmt: skip
 
 
@@ -371,19 +370,19 @@ def keys_blocks(
     reference: torch.Tensor,
     shift: torch.Tensor,
     delta: torch.Tensor,
-    left: Left | None,
+    fallback: FallbackRows | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Fill dk and dv; with `left` from its rows, and only key heads that have one."""
+    """Write dk and dv; with `fallback` from those rows only, and only for key heads that have any."""
     low = None
     if problem.causal and problem.finite_fill:
         low = _low_heads(problem, reference, shift)
     tile = tile_for(problem, "keys")
     x, k = problem.operands(), problem.k
     _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(x.Lk, tile.keys),)](
-        x, Strided.of(grad), reference, shift, delta, low, left, dk, dv,
-        EVEN=x.Lq % tile.rows == 0, C=problem.fixed(tile, left), **tile.options(),
+        x, Strided.of(grad), reference, shift, delta, low, fallback, dk, dv,
+        EVEN=x.Lq % tile.rows == 0, C=problem.fixed(tile, fallback), **tile.options(),
     )  # fmt: skip
 
 

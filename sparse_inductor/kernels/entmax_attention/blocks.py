@@ -1,8 +1,8 @@
-"""Entmax attention forward by passes over blocks of keys: exact for every input.
+"""Entmax attention forward in passes over blocks of keys: exact for every input.
 
-A program owns a block of query rows and recomputes its scores in every pass over the keys: one for
-the maxima and some for the threshold in the first kernel, one for the output in the second. Nothing
-that grows with the number of keys is stored.
+A program has a block of query rows and recomputes its scores in every pass over the keys: in the
+first kernel one pass for the maxima and a few for the threshold, in the second one pass for the
+output. Memory does not grow with the number of keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..common.launch import relaunched
 from .problem import (
-    Left,
+    FallbackRows,
     Problem,
     Row,
     Tiles,
@@ -46,23 +46,23 @@ from .tau import (
     step,
 )
 
-# What |h - 1| may be after the last step, by operand size in bytes; rounding of 16-bit operands is a
-# hundred times that. The output is divided by the sum of p that results, and what a backward reads takes
-# a Newton step more, which squares it.
+# Tolerance of |h - 1| after the last step, by operand size in bytes; rounding of 16-bit operands is a
+# hundred times larger. The output is divided by the resulting sum of p, and the threshold that a
+# backward reads gets one more Newton step, which squares the error.
 EXACT = {2: 1e-5, 4: 2e-8}
-# One in so many key tiles makes up the sample that a search may start from.
+# The search may start from a sample of one in SAMPLE key tiles.
 SAMPLE = tl.constexpr(8)
-# Powers for which a search begins with cubics in their place; steps on those end where |h - 1| was under
-# ROUGH, which leaves less than what a cubic is off by; for a power itself, one step from NEAR ends a search.
+# Range of powers for which a search starts on cubic approximations. Steps on a cubic end where |h - 1| was
+# below ROUGH, which leaves less than the cubic's own error; on the power, one step from NEAR ends it.
 LEAST_POWER, MOST_POWER = tl.constexpr(1.5), tl.constexpr(3.5)
 ROUGH, NEAR = tl.constexpr(0.1), tl.constexpr(0.02)
-# Bisection alone closes an fp32 bracket in 30 turns, and every fourth is one at least.
+# Bisection alone closes an fp32 bracket in 30 steps, and at least every fourth step is one.
 TURNS = tl.constexpr(128)
 
 
 @triton.jit
 def _entries(x, d, q, C: tl.constexpr):
-    """u = max(x - d, 0) of scores x [M, N] of queries q, d [M]."""
+    """u = max(x - d, 0) for scores x [M, N] and d [M]; q gives the operands' dtype."""
     if q.dtype == tl.float32:
         return clip(x, d[:, None])
     else:
@@ -99,10 +99,10 @@ def _sums(d, q, block, tiles, row, C: tl.constexpr):
 
 @triton.jit
 def _sampled(d, lo, hi, entries, q, block, whole, row, C: tl.constexpr):
-    """Where the search may better start than at d: what two steps find for a sample of the keys.
+    """A better start of the search than d: the result of two steps on a sample of the keys.
 
-    Worth a quarter of a pass, and saves one, where a third of the keys are above d, or two, where an eighth
-    are in sparsemax, whose bound by classes is the loosest; other rows keep d.
+    It takes a quarter of a pass. It saves one pass if a third of the keys are above d, and two in
+    sparsemax, whose class bound is the loosest, if an eighth are; other rows keep d.
     """
     part = whole // SAMPLE
     if part >= SAMPLE:
@@ -125,7 +125,7 @@ def _sampled(d, lo, hi, entries, q, block, whole, row, C: tl.constexpr):
                 pw, pg = powers(u, block.beta[:, None], C.KIND)
                 f += tl.sum(pw, 1)
                 g += tl.sum(pg, 1)
-                # Of comparisons the bits would be packed into registers.
+                # A sum of comparisons would pack their bits into registers.
                 c += tl.sum(tl.minimum(u * 1e30, 1.0), 1)
             if turn == 0:
                 above = c * (8.0 if C.KIND == 1 else 3.0) / (part * C.BN).to(tl.float32)
@@ -143,9 +143,9 @@ def _sampled(d, lo, hi, entries, q, block, whole, row, C: tl.constexpr):
 def _moments(
     sums, d, q, block, row, first, last, EVERY: tl.constexpr, EDGE: tl.constexpr, C: tl.constexpr
 ):
-    """sums = (n, s1, s2, s3): add sums of u, u^2 and u^3 at d over every EVERY-th of key tiles first:last.
+    """Add the sums of u, u^2 and u^3 at d to sums = (n, s1, s2, s3), over every EVERY-th of the key tiles first:last.
 
-    Of a sample (EVERY > 1) also, to n, how many are positive: counting takes as much as two of the sums.
+    For a sample (EVERY > 1) also add the number of positive u to n; counting takes as long as two sums.
     """
     n, s1, s2, s3 = sums
     for t in tl.range(first, last, num_stages=C.STAGES):
@@ -156,16 +156,16 @@ def _moments(
         s2 += tl.sum(square, 1)
         s3 += tl.sum(square * u, 1)
         if EVERY > 1:
-            # Of comparisons the bits would be packed into registers.
+            # A sum of comparisons would pack their bits into registers.
             n += tl.sum(tl.minimum(u * 1e30, 1.0), 1)
     return n, s1, s2, s3
 
 
 @triton.jit
 def _rough_step(d, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
-    """(d, old) of `step` for the cubic in place of the power, from sums over a part 1 / ratio of the keys.
+    """(d, old) of `step` on the cubic instead of the power, from sums over a share 1 / ratio of the keys.
 
-    lo and hi bracket the power's root: what is seen here bounds the cubic's, or the sample's.
+    lo and hi bracket the root of the power; they are not updated, since these sums are the cubic's or a sample's.
     """
     n, s1, s2, s3 = sums
     c1, c2, c3 = cubic
@@ -179,11 +179,12 @@ def _rough_step(d, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND: tl.c
 
 @triton.jit
 def _rough(d, lo, hi, idle, bend, q, block, tiles, row, C: tl.constexpr):
-    """Where the search better starts than at d, a lower bound, and h'' there: (d, bend).
+    """A better start of the search than the lower bound d, and h'' there: (d, bend).
 
-    A general power is two instructions of the special function units, which do an eighth of what others
-    do: a pass with it takes twice the time of one with a cubic. From a sample of the keys two steps end
-    10 % off (in h), from there two or three passes 0.3 %, which one step with the power itself squares.
+    A general power takes two instructions of the special function units, which have an eighth of the
+    throughput of others: a pass with it takes twice the time of one with a cubic. Two steps on a sample
+    of the keys leave an error of 10 % in h, two or three passes from there 0.3 %, which one step on the
+    power itself squares.
     """
     beta = block.beta
     whole = tiles.whole
@@ -208,8 +209,8 @@ def _rough(d, lo, hi, idle, bend, q, block, tiles, row, C: tl.constexpr):
         d0, _h0, s0 = old
         guess, old = _rough_step(guess, sums, 1.0, cubic, lo, hi, old, bend, turn, beta, C.KIND)
         d1, h1, s1 = old
-        # Twice what is seen between two steps, which may be a little; but the more of a row is curved,
-        # the more of its entries are near the threshold, as they are in all rows but those of ties.
+        # Twice the curvature between two steps, which may be too small an estimate; the second term covers rows with
+        # many entries near the threshold.
         seen = tl.maximum(2.0 * tl.abs((1.0 / s1 - 1.0 / s0) / (d1 - d0)), 0.5 / (s1 * s1))
         known = tl.where(seen < POS_INF, tl.minimum(seen, bend), bend)
         bend = tl.where(turn > 0, known, bend)
@@ -224,10 +225,10 @@ def _outputs(
     acc, more, d, q, block, tiles, row, KIND: tl.constexpr, REFINE: tl.constexpr, CAREFUL: tl.constexpr,
     SOLVE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(acc + p @ v, more, sum of p, and if wanted of u^(beta - 1)) over the tiles with a key to see.
+    """(acc + p @ v, more, sum of p, if REFINE sum of u^(beta - 1)) over the tiles with a visible key.
 
-    CAREFUL: acc is a compensated sum of the tiles', and more what it lost. SOLVE: more takes
-    u^(beta - 1) @ v.
+    CAREFUL: acc is a compensated sum over the tiles, and more its correction. SOLVE: u^(beta - 1) @ v is
+    added to more.
     """
     head = block.head
     f = tl.zeros([C.BM, C.LANES], tl.float32)
@@ -254,20 +255,20 @@ def _outputs(
 @relaunched
 @triton.jit
 def _threshold_kernel(
-    x, reference, shift, bends, left,
+    x, reference, shift, bends, fallback,
     EXACT_SUM: tl.constexpr, BOUNDED: tl.constexpr, DEFER: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program finds reference and shift of BM rows; tau = reference + shift.
+    """A program computes reference and shift of BM rows; tau = reference + shift.
 
-    shift is +inf for a row without support (past query_lengths, or all scores -inf). BOUNDED: they
-    hold the maximum and a lower bound of the shift, which saves a pass. DEFER: where a search begins with
-    cubics it ends there, bends being h'' of those rows, and 0 of others. Every pass reads the head's keys:
-    from L2, since the programs of a head run together.
+    shift is +inf for a row without support (past query_lengths, or all scores -inf). BOUNDED: reference
+    and shift hold the maximum and a lower bound of the shift, which saves a pass. DEFER: a search that
+    starts on cubics ends there; bends receives h'' of those rows and 0 for others. Every pass reads the
+    head's keys from L2, since the programs of a head run at the same time.
     """
-    bh, number, count = own_rows(x, left, C)
+    bh, number, count = own_rows(x, fallback, C)
     if number * C.BM >= count:
         return
-    block, all_tiles = open_rows(x, left, bh, number, count, C)
+    block, all_tiles = open_rows(x, fallback, bh, number, count, C)
     whole, seen, every = all_tiles
     head, i, beta, fill = block.head, block.i, block.beta, block.fill
     q = load_tile(head.q, i, head.Lq, True, C.D, C.BD)
@@ -322,7 +323,7 @@ def _threshold_kernel(
         tl.store(shift + block.at, tl.where(dead, POS_INF, d), mask=i < head.Lq)
         unfinished = 0
         if C.CAUSAL and C.FINITE_FILL:
-            # A key after the diagonal holds `fill`: left out so far, unless it has a say.
+            # The score of a key after the diagonal is `fill`: include these keys if it exceeds the threshold.
             low = (dead | (d < fill - m)) & (i < head.last_row)
             unfinished = tl.where(seen < every, tl.max(low.to(tl.int32), 0), 0)
             seen = every
@@ -331,20 +332,20 @@ def _threshold_kernel(
 @relaunched
 @triton.jit
 def _output_kernel(
-    x, out, reference, shift, bends, left,
+    x, out, reference, shift, bends, fallback,
     REFINE: tl.constexpr, CAREFUL: tl.constexpr, EXACT_SUM: tl.constexpr, DEFERRED: tl.constexpr,
     SOLVE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BM rows of out, from their thresholds.
+    """A program computes BM rows of out from their thresholds.
 
-    REFINE: shift, for a backward, takes the Newton step that the sums seen here are worth. DEFERRED: not
-    where rows' bends say that their thresholds are not there yet; with SOLVE only there. These steps move
-    thresholds by 0.001 of what the row spans, and p by so little that its derivative tells the change.
+    REFINE: shift gets one more Newton step, from the sums of this pass, for a backward. DEFERRED: skip
+    rows whose bends say that their search is unfinished; with SOLVE skip all others. These last steps
+    move a threshold by 0.001 of the row's range, and p by so little that its derivative gives the change.
     """
-    bh, number, count = own_rows(x, left, C)
+    bh, number, count = own_rows(x, fallback, C)
     if number * C.BM >= count:
         return
-    block, tiles = open_rows(x, left, bh, number, count, C)
+    block, tiles = open_rows(x, fallback, bh, number, count, C)
     whole, seen, every = tiles
     head, i, beta, at = block.head, block.i, block.beta, block.at
     q = load_tile(head.q, i, head.Lq, True, C.D, C.BD)
@@ -381,7 +382,7 @@ def _output_kernel(
             change = (norm - 1.0) * f / (norm * g)
             far = (0.5 * bend * change * change > EXACT_SUM) | (tl.abs(f - 1.0) > NEAR)
             turn += 1
-            # There is none in a row with NaN.
+            # A row with NaN has no step.
             far = far & (dead == 0) & (change == change)
             searching = tl.where(turn < TURNS, tl.max(far.to(tl.int32), 0), 0)
         acc -= (beta * change)[:, None] * more
@@ -395,7 +396,7 @@ def _output_kernel(
         if REFINE:
             better = newton(d, f, g, beta, C.KIND)
             tl.store(shift + at, tl.where(dead, d, better), mask=i < head.Lq)
-    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    # Divide out the rounding of sum p == 1.
     acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
     store_tile(out, at, acc, i < head.Lq, C.DV, C.BDV)
 
@@ -405,19 +406,19 @@ def forward_blocks(
     out: torch.Tensor,
     reference: torch.Tensor,
     shift: torch.Tensor,
-    left: Left | None,
+    fallback: FallbackRows | None,
     training: bool,
 ) -> None:
-    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
+    """Write out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
 
-    With `left` only its rows, whose reference and shift hold their maximum and a lower bound of the
-    shift (not where a fill or a bias may bring in keys that the lists did not look at).
+    With `fallback` those rows only; their reference and shift hold the maximum and a lower bound of the shift
+    (unless a fill or a bias may raise keys that the lists did not contain).
     """
     x = problem.operands()
     tile = tile_for(problem, "threshold")
-    C = problem.fixed(tile, left)
+    C = problem.fixed(tile, fallback)
     size = problem.q.element_size()
-    # A causal row needs its threshold to know whether a finite fill has a say.
+    # A causal row needs its threshold to decide whether a finite fill exceeds it.
     defer = (
         problem.kind <= 0
         and size == 2
@@ -427,15 +428,15 @@ def forward_blocks(
     )
     bends = torch.empty_like(shift) if defer else shift
     _threshold_kernel[(problem.heads * triton.cdiv(x.Lq, tile.rows),)](
-        x, reference, shift, bends, left, EXACT_SUM=EXACT[size], DEFER=defer,
-        BOUNDED=left is not None and not problem.finite_fill and problem.bias is None,
+        x, reference, shift, bends, fallback, EXACT_SUM=EXACT[size], DEFER=defer,
+        BOUNDED=fallback is not None and not problem.finite_fill and problem.bias is None,
         C=C, **tile.options(),
     )  # fmt: skip
     for solve in (False, True)[: 1 + defer]:
         tile = tile_for(problem, "solve" if solve else "output")
-        C = problem.fixed(tile, left, 1 if solve else None)
+        C = problem.fixed(tile, fallback, 1 if solve else None)
         _output_kernel[(problem.heads * triton.cdiv(x.Lq, tile.rows),)](
-            x, out, reference, shift, bends, left, REFINE=training, CAREFUL=size == 4,
+            x, out, reference, shift, bends, fallback, REFINE=training, CAREFUL=size == 4,
             EXACT_SUM=EXACT[size], DEFERRED=defer, SOLVE=solve,
             C=C, **tile.options(),
         )  # fmt: skip

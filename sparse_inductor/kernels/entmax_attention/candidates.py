@@ -1,13 +1,13 @@
-"""Entmax attention for peaked rows, first half: the few scores that can be in a row's support.
+"""Entmax attention for small-support rows, first half: the few scores that can be in a row's support.
 
 One streaming pass over the scores of a block of rows. Before it, the maxima of 16 column classes
 over a part of the keys give each row a lower bound of its threshold: maxima of disjoint classes are
 distinct entries of the row. The pass then appends every group of four scores with one above the
 bound to a list that only one thread writes, so that no atomics are needed and the order is fixed.
-A bound from the final maxima thins the lists, and what is left goes to the row's list.
+A bound from the final maxima filters the lists, and the remaining scores become the row's list.
 
-Blocks of rows that are not peaked, that see few keys, or whose lists overflow, are flagged for a second
-look, by `entmax_attention.broad`.
+Blocks with larger supports, with few visible keys, or whose lists overflow, are flagged for
+`entmax_attention.large_support`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .problem import Head, entry_pointers, key_tiles, load_tile, open_head, prod
 from .spans import LOW, Runs, mixed_tile, tiles_of
 from .tau import bound_step
 
-# Keys a tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
+# Keys per tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
 KEYS = tl.constexpr(64)
 GROUP = tl.constexpr(4)
 # A record is a group's four scores and the column of its first: 20 bytes, 8-byte aligned.
 RECORD_BYTES = tl.constexpr(24)
 RECORD_WORDS = tl.constexpr(6)
-# Records of one row and lane. A row of support 7 appends 24 in all, and a few before its bound is
-# tight; 40 in one of four lanes is beyond what the density test lets through.
+# Records per row and lane. A row of support 7 appends 24 in all, and a few before its bound is
+# tight; rows that pass the density test have fewer than 40 in each of four lanes.
 CAPACITY = tl.constexpr(40)
-# Entries that a row may keep here.
-PEAKED = tl.constexpr(64)
-# Above this many classes with a maximum over the bound (mean of the block's rows, of 16) the support
-# is about 14 or more: appending by branches costs more than a second look at all keys.
+# Most entries of a small-support row.
+SMALL_SUPPORT = tl.constexpr(64)
+# Mean number of a row's 16 classes with a maximum over the bound, from which on a block is dense: the support is
+# about 14 or more, and appending with branches takes longer than the two passes of `large_support`.
 DENSE_CLASSES = tl.constexpr(9.0)
-# After EARLY tiles there are 5 at a support of 7 and 12 at one of 50.
+# The same after EARLY tiles, when it is 5 for a support of 7 and 12 for one of 50.
 DENSE_EARLY = tl.constexpr(10.5)
-# At least so many tiles at edges are looked at ahead of the pass.
+# Least number of mixed tiles that are read ahead of the pass.
 MIXED = tl.constexpr(8)
 ABSENT = tl.constexpr(-1e30)
 FAR = tl.constexpr(1e30)
@@ -96,7 +96,7 @@ FLOAT_SOURCE = tl.constexpr(_append_source(False)[0])
 
 @triton.jit
 def _split8(x, BM: tl.constexpr):
-    """x [BM, 4, 8] as its eight columns."""
+    """The eight columns of x [BM, 4, 8]."""
     even, odd = tl.split(tl.reshape(x, (BM, 4, 4, 2)))
     a, b = tl.split(tl.reshape(even, (BM, 4, 2, 2)))
     x0, x4 = tl.split(a)
@@ -111,7 +111,7 @@ def _split8(x, BM: tl.constexpr):
 def split_lanes(s, BM: tl.constexpr):
     """Tile s [BM, 64] as two tuples of eight [BM, 4]: columns 8 n + 2 l and 8 n + 2 l + 1 of lane l.
 
-    The accumulator as its threads hold it: no data moves.
+    This is the layout of the accumulator over its threads, so that no data moves.
     """
     x, y = tl.split(tl.permute(tl.reshape(s, (BM, 8, 4, 2)), (0, 2, 1, 3)))
     return _split8(x, BM), _split8(y, BM)
@@ -179,7 +179,7 @@ def _class_maxima(s, top, BM: tl.constexpr):
 
 
 class Run(NamedTuple):
-    """A block of rows and what it sees: see `open_block`."""
+    """A block of rows and its visible keys: see `open_block`."""
 
     bh: Any
     block: Any
@@ -197,7 +197,7 @@ class Run(NamedTuple):
 
 @triton.jit
 def _load_rows(desc, m, first, i, limit, EDGE: tl.constexpr, C: tl.constexpr):
-    """Rows i of a head's matrix, which are those from `first` on of the descriptor's."""
+    """Rows i of a head's matrix, which start at row `first` of the descriptor's."""
     if C.INTERPRETED:
         return load_tile(m, i, limit, EDGE, C.D, C.D)
     else:
@@ -206,7 +206,7 @@ def _load_rows(desc, m, first, i, limit, EDGE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def full_scores(run, n, C: tl.constexpr, EDGE: tl.constexpr = False):
-    """Raw scores [BM, KEYS] of key tile n, all of which are seen and have no bias."""
+    """Raw scores [BM, KEYS] of key tile n, whose keys are all visible and have no bias."""
     j = n * KEYS + tl.arange(0, KEYS)
     head = run.head
     k = _load_rows(run.k_desc, head.k, run.key_row + n * KEYS, j, head.last_key, EDGE, C)
@@ -215,7 +215,7 @@ def full_scores(run, n, C: tl.constexpr, EDGE: tl.constexpr = False):
 
 @triton.jit
 def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
-    """(q . k + bias / scale [BM, KEYS], `absent` where a key is not seen; first key) of the n-th mixed tile."""
+    """(q . k + bias / scale [BM, KEYS], `absent` where a key is not visible; first key) of the n-th mixed tile."""
     head, i = run.head, run.i
     tile = mixed_tile(n, run.runs, SPANS)
     j = tile * KEYS + tl.arange(0, KEYS)
@@ -223,7 +223,7 @@ def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
     inside = (i < head.Lq)[:, None] & seen
     if C.CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + head.diagonal)
-    # Loads ahead of the product, to arrive while it waits for its keys.
+    # Loaded ahead of the product, to arrive while that waits for its keys.
     if C.HAS_BIAS:
         bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
     if C.HAS_MASK:
@@ -238,9 +238,9 @@ def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _reach(q, largest, head, C: tl.constexpr):
-    """The most that a key may score, raw, that is dropped or outside of a row's span [BM].
+    """Upper bound [BM] of the raw score of keys that are dropped or outside of a row's span.
 
-    largest: the largest absolute entry of all keys of the head.
+    largest: the largest absolute value of all keys of the head.
     """
     most = tl.full([C.BM], ABSENT, tl.float32)
     if C.FINITE_FILL:
@@ -256,9 +256,9 @@ def _stream(
     off, top, bound, run, records, lane, limit, factor, beta, seen, first, last,
     FLOAT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The pass itself, over the first `last` full key tiles, or none.
+    """The pass over the first `last` full key tiles.
 
-    It begins behind the `seen` tiles that the bound comes from: they are looked at when it is best.
+    It starts behind the `seen` tiles that gave the first bound and processes those last, when the bound is best.
     """
     for n in tl.range(first, last, num_stages=C.STAGES):
         t = n + seen
@@ -272,7 +272,7 @@ def _stream(
 
 @triton.jit
 def _first_bound(top, factor, beta, row_ok, KIND: tl.constexpr):
-    """Lower bounds of the thresholds from the class maxima; out of reach where there is no row."""
+    """Lower bounds of the thresholds from the class maxima; FAR where there is no row."""
     t0, t1, t2, t3 = top
     best = tl.max(tl.maximum(tl.maximum(t0, t1), tl.maximum(t2, t3)), 1)[:, None]
     return tl.where(row_ok, bound_step(top, best - 1.0 / factor, factor, beta, KIND, 3), FAR)
@@ -297,7 +297,7 @@ def block_lanes(BM: tl.constexpr):
 
 @triton.jit
 def block_place(unit, blocks, heads, LATE: tl.constexpr):
-    """(head, block) of a program's unit of work; LATE: the longest rows first, which are the last."""
+    """(head, block) of a unit of work. LATE: the last blocks, whose rows are the longest, come first."""
     if LATE:
         return unit % heads, blocks - 1 - unit // heads
     else:
@@ -306,8 +306,8 @@ def block_place(unit, blocks, heads, LATE: tl.constexpr):
 
 @triton.jit
 def open_block(bh, block, q_desc, k_desc, x, spans, largest, C: tl.constexpr):
-    """Block of BM rows of a head: its rows i, their places and constants [BM], the key tiles that it sees, what a key
-    that is not seen may score, its queries [BM, D]."""
+    """A block of BM rows of a head: rows i, their places and constants [BM], visible key tiles, the upper bound of the
+    scores of invisible keys, and queries [BM, D]."""
     b = (bh // x.H).to(tl.int64)
     h = (bh % x.H).to(tl.int64)
     first = block * C.BM
@@ -336,14 +336,14 @@ def candidates_kernel(
     SLOTS: tl.constexpr, LATE: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Programs stride over blocks of BM rows; each owns entries and counts of its rows.
+    """Programs stride over blocks of BM rows and write the entries and counts of their rows.
 
-    The first counts[row] entries from SLOTS * row on are column << 32 | bits of the raw score q . k, in
-    a fixed order, of all scores above a lower bound of the row's threshold; starts[row] counts from the
-    block's first entry. flags[block] = 1 where some row needs another look. scratch: BM * 4 * CAPACITY
-    records a program, reused from block to block. A `part` of the key tiles, `limited` at most, is looked at
-    ahead of the pass; what EARLY of the full ones (0: all) say of a block may send it on. A block that sees at most
-    `narrow` tiles, one of them behind the first `beyond`, goes on at once.
+    The counts[row] entries from SLOTS * row on are column << 32 | bits of the raw score q . k, in a fixed
+    order, of all scores above a lower bound of the row's threshold; starts[row] counts from the block's
+    first entry. flags[block] = 1 if `large_support` has to process the block. scratch: BM * 4 * CAPACITY
+    records per program, reused for each block. A share 1 / `part` of the key tiles, at most `limited`, is read
+    ahead of the pass; the maxima of EARLY full tiles (0: of all of these) may flag the block. A block with at
+    most `narrow` visible tiles, one of them behind the first `beyond`, is flagged at once.
     """
     BM: tl.constexpr = C.BM
     SPANS: tl.constexpr = spans is not None
@@ -370,7 +370,7 @@ def candidates_kernel(
         few = tl.minimum(EARLY, seen) if EARLY > 0 else seen
         for n in tl.range(0, few, num_stages=C.STAGES):
             top = _class_maxima(full_scores(run, full + n, C), top, BM)
-        # Edges are few; of a bias, or a mask without a form, some tell.
+        # Mixed tiles at edges are few and all read; of an irregular mask or a bias, a sample.
         every = 1
         if SPANS:
             every = tl.maximum(mixed // tl.maximum(tl.minimum(mixed // part, limited), MIXED), 1)
@@ -409,7 +409,7 @@ def candidates_kernel(
         )  # fmt: skip
         bound = bound_step(top, bound, factor, beta, C.KIND, 2)
 
-        # Each row's records, thinned by the final bound, in the order record, lane, element.
+        # Filter each row's records with the final bound, in the order record, lane, element.
         tl.debug_barrier()
         over = off > limit + RECORD_BYTES
         slots = lists.entries + run.at[:, None] * SLOTS
@@ -435,9 +435,9 @@ def candidates_kernel(
             _keep(slots, place + k0 + k1, v2, column + 8, k2)
             _keep(slots, place + k0 + k1 + k2, v3, column + 9, k3)
             used += tl.sum(mine, 1)[:, None]
-        bad = (over | (used > PEAKED)) & row_ok
+        bad = (over | (used > SMALL_SUPPORT)) & row_ok
         if C.FINITE_FILL or C.HAS_BIAS:
-            # A key that was not seen may be in the support.
+            # A key that is not visible may be in the support.
             bad = bad | (((bound > run.most[:, None]) == 0) & row_ok)
         flag = tl.max(tl.max(bad.to(tl.int32), 1), 0) | dense.to(tl.int32)
         tl.store(flags + bh * blocks + block, flag)
@@ -449,7 +449,7 @@ def candidates_kernel(
 
 @triton.jit
 def _keep(slots, place, value, column, keep):
-    tl.store(slots + place, pack(column, value), mask=(keep != 0) & (place < PEAKED))
+    tl.store(slots + place, pack(column, value), mask=(keep != 0) & (place < SMALL_SUPPORT))
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Entmax attention forward of few queries, as a decoder asks them of a cache: split over the keys.
+"""Entmax attention forward for few queries, as in decoding with a cache: split over the keys.
 
-One kernel reads the keys once, in many programs: the queries of all heads that share a head of keys are one tile, and
-their scores, which are few, go to memory. A program of the second owns a row: it finds the threshold on the row's
-scores and gathers the values of its support.
+The first kernel reads the keys once, in many programs: the queries of all heads that share a key head form one tile,
+and their few scores are written to memory. In the second kernel a program has one row: it solves the threshold on the
+row's scores and gathers the values of the support.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .problem import (
 )
 from .tau import NEG_INF, POS_INF, bracket, class_bound, clip, clip_to_one, newton, powers, step
 
-# Rows of a tile, and queries of a head: with more, the block passes and the lists fill the GPU. Scores: 8 bytes each.
+# Most rows of a tile, queries of a head (with more, the other kernels fill the GPU), and scores, of 8 bytes each.
 MOST_ROWS, MOST_QUERIES, MOST_SCORES = 64, 16, 2**25
-# Keys of a tile, scores that a program of the second kernel looks at together, and entries of which it gathers values.
+# Keys per tile; scores per step of the second kernel; entries whose values it gathers at a time.
 KEYS, CHUNK, GATHER = 128, 4096, 64
 
 
 def applies(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether queries are few: a function of sizes only."""
+    """Whether these kernels are used for few queries: depends on sizes only."""
     B, H, Lq, _ = q.shape
     few = Lq <= MOST_QUERIES and H // k.shape[1] * Lq <= MOST_ROWS
     return few and B * H * Lq * k.shape[2] <= MOST_SCORES
@@ -45,7 +45,7 @@ def applies(q: torch.Tensor, k: torch.Tensor) -> bool:
 def _tile(problem: Problem) -> Tile:
     rows = problem.q.shape[1] // problem.k.shape[1] * problem.q.shape[2]
     rows = max(16, triton.next_power_of_2(rows))
-    # Of D 256 and fp32 a tile of 128 keys is more than a program's share of memory.
+    # A tile of 128 keys with D 256 in fp32 exceeds a program's shared memory.
     wide = problem.width * problem.q.element_size() > 256
     keys = 16 if problem.interpreted else KEYS // 2 if wide else KEYS
     return Tile(rows, keys, 4, 1)
@@ -53,16 +53,16 @@ def _tile(problem: Problem) -> Tile:
 
 @triton.jit
 def _heads_of_rows(t, b, h):
-    """As `matrix`, of a head for each row [M]."""
+    """As `matrix`, with a head for each row [M]."""
     return Matrix(t.start + (b * t.batch + h * t.head)[:, None], t.row, t.column)
 
 
 @relaunched
 @triton.jit
 def _scores_kernel(x, scores, maxima, C: tl.constexpr):
-    """A program owns the scores (alpha - 1) z of BN keys and all queries that read them, [B, H, Lq, Lk].
+    """A program computes the scores (alpha - 1) z [B, H, Lq, Lk] of BN keys and all queries of their key head.
 
-    maxima [B, H, Lq, tiles]: the largest of each row.
+    maxima [B, H, Lq, tiles]: each row's largest score of the tile.
     """
     tiles = tl.cdiv(x.Lk, C.BN)
     bg = tl.program_id(0) // tiles
@@ -100,7 +100,7 @@ def _scores_kernel(x, scores, maxima, C: tl.constexpr):
 
 @triton.jit
 def _above(scores, j, last_key, m, d, SIZE: tl.constexpr, C: tl.constexpr):
-    """u = max(x - d, 0) [1, n] of a row's keys j [1, n], 0 beyond the last."""
+    """u = max(x - d, 0) [1, n] for keys j [1, n] of a row, 0 beyond the last key."""
     z = tl.load(scores + j, mask=j < last_key, other=NEG_INF) - m[:, None]
     if SIZE == 4:
         return clip(z, d[:, None])
@@ -115,7 +115,7 @@ def _row_kernel(
     EXACT_SUM: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
     GATHER: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program owns out, reference and shift of a row; columns [B, H, Lq, Lk] is for its support."""
+    """A program computes out, reference and shift of a row; columns [B, H, Lq, Lk] is scratch for its support."""
     bh = tl.program_id(0) // x.Lq
     i = tl.program_id(0) % x.Lq + tl.zeros([1], tl.int32)
     at = tl.program_id(0).to(tl.int64)
@@ -162,7 +162,7 @@ def _row_kernel(
         tl.store(columns + place, c + n, mask=kept != 0)
         support += tl.sum(tl.sum(kept, 1), 0)
     tl.debug_barrier()
-    # From the sums at d one step more, which squares what is left.
+    # One more Newton step from the sums at d squares the error.
     d = newton(d, tl.sum(f, 1), tl.sum(g, 1), beta, C.KIND)
     e = tl.arange(0, C.BDV)[None, :]
     v = matrix(x.v, (bh // x.H).to(tl.int64), (bh % x.H // x.G).to(tl.int64))
@@ -176,7 +176,7 @@ def _row_kernel(
         values = tl.load(where, mask=(s < support)[:, None] & (e < C.DV), other=0.0)
         total += p
         acc += tl.trans(p) * values.to(tl.float32)
-    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    # Divide out the rounding of sum p == 1.
     mean = tl.where(dead[:, None], 0.0, tl.sum(acc, 0)[None, :] / tl.sum(total, 1)[:, None])
     tl.store(out + at * C.DV + e, mean.to(out.dtype.element_ty), mask=e < C.DV)
     one = tl.zeros([1], tl.int32)
@@ -190,7 +190,7 @@ def forward_few(
     reference: torch.Tensor,
     shift: torch.Tensor,
 ) -> None:
-    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
+    """Write out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
     x, tile = problem.operands(), _tile(problem)
     # A tile's rows are of several heads.
     C = problem.fixed(tile)._replace(BIAS_ROWS=tl.constexpr(True), MASK_ROWS=tl.constexpr(True))

@@ -1,9 +1,9 @@
-"""Entmax attention of rows with few keys: everything from the rows' lists.
+"""Entmax attention of rows with small supports, computed from lists of their keys.
 
-`entmax_attention.candidates` leaves each peaked row with the few scores that can be in its support,
-`entmax_attention.broad` each broad row with its support. Here the thresholds of the former are solved,
-the values gathered, and in the backward the lists are turned into lists of rows by key. Other rows
-are left to the block passes.
+`entmax_attention.candidates` lists the few scores of a small-support row that can be in its support,
+`entmax_attention.large_support` the support of a large-support row. This module solves the thresholds
+of the former and gathers the values; in the backward it converts the lists into lists of rows by key.
+Other rows fall back to the block passes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.arch import compute_capability
 from ..common.launch import compiled_first, relaunched, sm_count
-from .broad import broad_kernel, gather_left, list_words
-from .candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel, pack, unpack
+from .candidates import CAPACITY, KEYS, RECORD_BYTES, SMALL_SUPPORT, candidates_kernel, pack, unpack
+from .large_support import gather_fallback, large_support_kernel, list_words
 from .problem import (
+    FallbackRows,
     Fixed,
-    Left,
     Problem,
     Strided,
     Tile,
@@ -36,47 +36,48 @@ from .problem import (
 from .spans import spans
 from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, class_bound, log_power, powers, step
 
-# Entries a row, shared by the rows of a block: a support varies by a quarter from row to row, the mean of
-# 128 hardly. More are little gain: backward, block passes take 19 ns a row of 8192 keys, lists 0.17 an entry.
+# Entries per row, shared by the rows of a block: supports vary by a quarter from row to row, the mean of 128
+# hardly. More gain little: in the backward, block passes take 19 ns a row of 8192 keys, lists 0.17 ns an entry.
 SLOTS = 80
-# Fewer keys: the block passes' launches are the shorter ones.
+# With fewer keys the block passes are faster.
 MIN_KEYS = 1024
-# Key tiles that a block sees: with no more, two passes over all cost less than a look at a part and a pass. Of long
-# sequences' causal blocks only the first are so narrow: too few to fill a GPU alone.
+# Visible key tiles of a block up to which the two passes of `large_support` take less time than `candidates`. In long
+# causal sequences only the first blocks are so narrow, too few to fill a GPU alone: from ALL_NARROW tiles on, they
+# stay.
 NARROW_SPAN, ALL_NARROW = 24, 32
-# Rows of a key that one warp sorts, up to NARROW with those of its neighbours, and that four warps
-# sort. A key with more is searched for in the rows' lists.
+# Most rows of a key that one warp sorts, together with those of neighbouring keys (NARROW) or alone (SORTED), and that
+# four warps sort (LONG). A key with more is searched for in the rows' lists.
 NARROW = tl.constexpr(128)
 SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
-# Keys that a program of one warp goes through for those with more than NARROW rows.
+# Keys per program of `_many_rows_kernel`.
 SPAN = 16
-# Threads an SM, and the registers a thread that lets them be.
+# Threads per SM, and the limit of registers per thread that allows them.
 THREADS, REGISTERS = 512, 128
-# Programs of one warp wait for memory: fewer registers, more of them (measured, with those of dq at 128).
+# Register limits of programs of one warp, which wait for memory: fewer registers allow more programs (measured).
 FINALIZE, BY_KEY = 64, 96
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
 
 class Lists(NamedTuple):
-    """The rows' lists. Of the entries of a block of rows those of a row are the counts[row] from starts[row] on: column
-    << 32 | bits of u = max((alpha - 1) z - tau, 0); counts -1 for a row without a list.
+    """The rows' lists. A row has counts[row] entries, from starts[row] of its block's entries on: column << 32 | bits
+    of u = max((alpha - 1) z - tau, 0). counts is -1 for a fallback row, which has no list.
 
-    left: those rows of each head; earlier: how many come before each block; key_counts: how many rows hold each key,
-    if training.
+    fallback: the fallback rows of each head. earlier: the number of them before each block. key_counts: the number of
+    rows whose list has a key, if training.
     """
 
     entries: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-    left: torch.Tensor
+    fallback: torch.Tensor
     earlier: torch.Tensor
     key_counts: torch.Tensor
 
 
 def block_rows(q: torch.Tensor) -> int:
-    """Rows that share a flag."""
+    """Rows per block, which share a flag."""
     return 128 if q.device.type == "cuda" else 16
 
 
@@ -86,10 +87,9 @@ def applies(
     v: torch.Tensor,
     scale: float,
 ) -> bool:
-    """Whether there is room for candidate lists in what is saved, in every layer: Hopper on a GPU."""
+    """Whether lists are used, so that the saved tensors, in every layer, have room for them. On a GPU: Hopper."""
     if q.device.type == "cuda":
-        # 16-bit products of width 64 and 128 leave the accumulator in the layout that the lists
-        # are built on.
+        # The lists rely on the accumulator layout of 16-bit products with head dimensions 64 and 128.
         if compute_capability(q.device) != (9, 0) or q.element_size() != 2:
             return False
         if q.shape[3] not in (64, 128) or v.shape[3] > 128:
@@ -106,9 +106,9 @@ def applies(
     )
 
 
-def left_rows(q: torch.Tensor, lists: Lists | None) -> Left | None:
-    """The rows that the lists leave to the block passes; None: all, there are no lists."""
-    return None if lists is None else Left(lists.left, lists.earlier, block_rows(q))
+def fallback_rows(q: torch.Tensor, lists: Lists | None) -> FallbackRows | None:
+    """The rows that the block passes compute; None for all, where there are no lists."""
+    return None if lists is None else FallbackRows(lists.fallback, lists.earlier, block_rows(q))
 
 
 @triton.jit
@@ -116,11 +116,11 @@ def _solve(
     pool, first, n, row, factor, beta, key_counts, counts, reference, shift, inside,
     KIND: tl.constexpr, TRAINING: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Thresholds of R rows from n candidates each: their entries become column << 32 | bits of u.
+    """Solve the thresholds of R rows from n candidates each; their entries become column << 32 | bits of u.
 
     Returns the sizes of the supports.
     """
-    slot = tl.arange(0, PEAKED)
+    slot = tl.arange(0, SMALL_SUPPORT)
     live = slot[None, :] < n[:, None]
     at = pool + first[:, None] + slot[None, :]
     column, score = unpack(tl.load(at, mask=live, other=0))
@@ -161,8 +161,8 @@ def _solve(
 
 
 class _Rows(NamedTuple):
-    """A program's R rows: their head and block, which they are, their places in [B, H, Lq], the block's entries, and
-    which of these are each row's; counts are -1 where a row has no list."""
+    """A program's R rows: head, block, row numbers, places in [B, H, Lq], the block's entries, and each row's start and
+    count in these; counts are -1 where a row has no list."""
 
     bh: Any
     block: Any
@@ -203,10 +203,10 @@ def _finalize_kernel(
     TRAINING: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """A program owns out of R rows; of peaked ones also the threshold and the support.
+    """A program computes out of R rows, and the thresholds and supports of small-support rows.
 
-    Reads and writes 8 bytes a candidate and gathers DV values for each of the support; counts each
-    key's rows (integer atomics: the order does not matter).
+    It reads and writes 8 bytes per candidate, gathers DV values per entry of the support, and counts
+    each key's rows (integer atomics: the result does not depend on the order).
     """
     bh, block, i, at, pool, start, n = _own_rows(x, lists, SLOTS, C.BM, R)
     if tl.max(n, 0) < 0:
@@ -232,16 +232,16 @@ def _finalize_kernel(
         f += p
         acc += tl.sum(_gathered(head.v, chosen, filled, C.DV, C.BDV) * p[:, :, None], 1)
     total = tl.sum(f, 1)
-    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    # Divide out the rounding of sum p == 1.
     acc = tl.where((support == 0)[:, None], 0.0, acc / total[:, None])
     store_tile(out, at, acc, inside, C.DV, C.BDV)
 
 
 class Filed(NamedTuple):
-    """The entries of lists by key: row << 32 | bits of u, row = h * Lq + i.
+    """The entries of the lists, sorted by key: row << 32 | bits of u, with row = h * Lq + i.
 
-    ends: int32, where each key's segment of by_key ends, counted from Lq * SLOTS for each head of queries before; until
-    they are filed, where its next entry goes. partial: how many rows of each key head have no list.
+    ends: int32, the end of each key's segment of by_key, from the first entry of its key head on; while entries are
+    being written, the place of the next one. partial: the number of fallback rows of each key head.
     """
 
     by_key: torch.Tensor
@@ -252,7 +252,7 @@ class Filed(NamedTuple):
 @relaunched
 @triton.jit
 def _places_kernel(x, lists, filed, BM: tl.constexpr, CHUNK: tl.constexpr):
-    """A program owns a key head: where each key's entries begin, and how many rows of it are left."""
+    """A program computes where each key's entries of a key head start, and the number of its fallback rows."""
     bg = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(x.Lq, BM)
     left = 0
@@ -273,10 +273,10 @@ def _rows_kernel(
     x, lists, filed, grad, dq, delta, dalpha,
     SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program owns dq, delta and dalpha of R rows, and files their entries under their keys.
+    """A program computes dq, delta and dalpha of R rows, and writes their entries to the lists of their keys.
 
-    An entry goes to the place that the key's cursor names, which moves on: in any order, the keys' kernel sorts.
-    Gathers D + DV values for each entry.
+    An entry is written at its key's cursor, which an atomic increments: in any order, since the keys' kernels sort.
+    Gathers D + DV values per entry.
     """
     bh, _block, i, at, pool, start, n = _own_rows(x, lists, SLOTS, C.BM, R)
     if tl.max(n, 0) < 0:
@@ -311,7 +311,7 @@ def _rows_kernel(
         g = tl.where(live, g, 0.0)
         dp = tl.sum(values * do[:, None, :], 2)
         if c == 0:
-            # Any guess of delta keeps the difference from cancelling: the first chunk's mean.
+            # An estimate of delta avoids cancellation in the difference: the first chunk's mean.
             guess = tl.where(n == 0, 0.0, tl.sum(g * dp, 1) / tl.sum(g, 1))
         dp -= guess[:, None]
         w = g * dp
@@ -336,12 +336,12 @@ def _rows_kernel(
 
 
 def _network(pack: int, bits: int) -> str:
-    """PTX: every 2 ** bits lanes of a warp sort pack integers each, ascending.
+    """PTX of a bitonic sort: each group of 2 ** bits lanes of a warp sorts `pack` integers per lane, ascending.
 
-    Bitonic, each round beginning with mirrored partners, so that every comparison is in one direction.
-    Out and in: pack integers. Element lane * pack + register of the result is the next larger one.
+    Every round starts with mirrored partners, so that all comparisons have the same direction. Operands: `pack`
+    integers out, `pack` integers in. Element lane * pack + register of the result has that rank.
     """
-    # The low bits of an element's number say which register, the others which lane.
+    # The low bits of an element's number are its register, the others its lane.
     low = pack.bit_length() - 1
     x = [f"x{r}" for r in range(pack)]
     lines = [f"{{ .reg .pred p<5>; .reg .b32 l, t, x<{pack}>, y<{pack}>;", "mov.u32 l, %laneid;"]
@@ -378,17 +378,17 @@ def _network(pack: int, bits: int) -> str:
 
 
 def _own(pack: int) -> str:
-    """PTX: the numbers lane * pack + register, for whatever a thread holds."""
+    """PTX: the numbers lane * pack + register of a thread's elements."""
     lines = "".join(f"mad.lo.u32 ${r}, l, {pack}, {r};" for r in range(pack))
     return f"{{ .reg .b32 l; mov.u32 l, %laneid; {lines} }}"
 
 
 def _operands(pack: int) -> str:
-    """Constraints of both: all operands are read before any is written."""
+    """Operand constraints of both programs: all inputs are read before any output is written."""
     return ",".join(["=r"] * pack + ["r"] * pack)
 
 
-# By the elements in a thread's registers: four segments, or one, to a warp.
+# Programs by the number of elements per thread, for four segments or one segment per warp.
 FOUR1, FOUR2, FOUR4, FOUR8, FOUR16 = (tl.constexpr(_network(1 << x, 3)) for x in range(5))
 ONE1, ONE2, ONE4, ONE8, ONE16 = (tl.constexpr(_network(1 << x, 5)) for x in range(5))
 OWN1, OWN2, OWN4, OWN8, OWN16 = (tl.constexpr(_own(1 << x)) for x in range(5))
@@ -403,7 +403,7 @@ def _in_registers(
     x, by1: tl.constexpr, by2: tl.constexpr, by4: tl.constexpr, by8: tl.constexpr,
     by16: tl.constexpr, pack: tl.constexpr,
 ):  # fmt: skip
-    """The one of five programs that takes `pack` elements a thread, on all of x."""
+    """Run the one of five programs that takes `pack` elements per thread on x."""
     source: tl.constexpr = (
         by1 if pack == 1 else by2 if pack == 2 else by4 if pack == 4 else by8 if pack == 8 else by16
     )
@@ -433,10 +433,10 @@ def _own_elements(like, pack: tl.constexpr):
 def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
     """Sort R segments of n <= WIDTH entries by row number, in place.
 
-    Row numbers times WIDTH fit 31 bits: they are sorted together with where their entry is. In a
-    warp's registers, which takes a sixth of the instructions of `tl.sort`. That e says where its element
-    is holds for all tensors of this shape here: they have one layout, as none has more than loads and
-    stores of single entries to choose it by.
+    The keys are row number * WIDTH + position, which fit 31 bits. They are sorted in a warp's
+    registers, with a sixth of the instructions of `tl.sort`. e is the position of a thread's element in
+    all tensors of this shape: these have the same layout, since each is only loaded and stored entry by
+    entry.
     """
     segments: tl.constexpr = 1 if R == 1 else 4
     e = tl.arange(0, segments * WIDTH)
@@ -452,7 +452,7 @@ def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexp
         size = tl.where(mine, tl.sum(tl.where(r == one, n, 0), 0), size)
     s = e % WIDTH
     at = by_key + first
-    # Any thread may bring any entry of the one segment: neighbours next to each other.
+    # With one segment any thread may load any entry: neighbouring threads load neighbours.
     given = given if segments == 1 else s
     number = (tl.load(at + given, mask=given < size, other=0) >> 32).to(tl.int32)
     order = tl.where(given < size, number * WIDTH + given, LAST)
@@ -469,7 +469,7 @@ def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _sort_wide(by_key, start, n, WIDTH: tl.constexpr):
-    """As `_sort` of one segment, for row numbers of any size and more entries; start and n are [1]."""
+    """As `_sort` for one segment, with row numbers of any size and more entries; start and n are [1]."""
     s = tl.arange(0, WIDTH)
     live = s[None, :] < n[:, None]
     at = by_key + start[:, None] + s[None, :]
@@ -509,7 +509,7 @@ def _gathered_rows(t, b, h, i, live, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, C: tl.constexpr):
-    """dk and dv of keys `key`; on top of what the block passes left there, where partial."""
+    """Write dk and dv of keys `key`; where partial, add to the block passes' results there."""
     there = tl.where(partial, want, False)
     acc_k = acc_k * scale + _contiguous(dk, key, there, C.D, C.BD)
     store_tile(dk, key, acc_k, want, C.D, C.BD)
@@ -526,7 +526,7 @@ def _contiguous(base, at, there, D: tl.constexpr, BD: tl.constexpr):
 
 
 class _Keys(NamedTuple):
-    """A program's part of the keys of a head: the head, the first key, and the head's entries, numbers and ends."""
+    """A program's share of the keys of a head: the head, the first key, the head's entries, their counts and ends."""
 
     bg: Any
     first: Any
@@ -534,7 +534,7 @@ class _Keys(NamedTuple):
     counts: Any
     ends: Any
     under: Any
-    """Whether the block passes have left something for this head."""
+    """Whether the block passes have written results for this head."""
 
 
 @triton.jit
@@ -558,7 +558,7 @@ def _values(x, bg, j, C: tl.constexpr):
 @triton.jit
 def _add_rows(x, grad, delta, keys, j, start, n, want, dk, dv, R: tl.constexpr, CHUNK: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
-    """dk and dv of keys j [R] from n rows each, which by_key names from start on."""
+    """Compute dk and dv of keys j [R] from n rows each, which are the entries from start on."""
     b = (keys.bg // (x.H // x.G)).to(tl.int64)
     vk = _values(x, keys.bg, j, C)
     acc_k = tl.zeros([R, C.BD], tl.float32)
@@ -578,9 +578,9 @@ def _keys_kernel(
     x, lists, filed, grad, delta, dk, dv,
     SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program owns dk and dv of R keys with at most NARROW rows each, added in the rows' order.
+    """A program computes dk and dv of R keys with at most NARROW rows each, added in the rows' order.
 
-    Gathers D + DV values for each entry. If one key has more, none of them is done here.
+    Gathers D + DV values per entry. If one of the keys has more rows, all of them are skipped.
     """
     keys = _own_keys(x, lists, filed, R, SLOTS)
     j = keys.first + tl.arange(0, R)
@@ -604,12 +604,12 @@ def _keys_kernel(
 
 @relaunched
 @triton.jit
-def _broad_keys_kernel(
+def _many_rows_kernel(
     x, lists, filed, grad, delta, dk, dv,
     SLOTS: tl.constexpr, SMALL: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """`_keys_kernel` for the keys that it leaves among SPAN a program: one by one, up to SORTED rows.
+    """A program computes, among SPAN keys, those that `_keys_kernel` skips, one by one, with up to SORTED rows.
 
     SMALL: row numbers times SORTED fit 31 bits.
     """
@@ -650,11 +650,10 @@ def _long_keys_kernel(
     SLOTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of keys with more than SORTED rows, among SPAN keys a program.
+    """A program computes, among SPAN keys, those with more than SORTED rows.
 
-    Up to LONG rows are sorted. Beyond, they are found by reading the lists of all rows of the key's
-    heads, ROWS at a time: 8 bytes a slot that is filled. A key that most rows attend to has no use
-    for a list of rows.
+    Up to LONG rows are sorted. More are found by reading the lists of all rows of the key's heads,
+    ROWS at a time: 8 bytes per entry. A key that most rows attend to needs no list of rows.
     """
     keys = _own_keys(x, lists, filed, SPAN, SLOTS)
     b = (keys.bg // (x.H // x.G)).to(tl.int64)
@@ -708,15 +707,15 @@ def _long_keys_kernel(
 
 
 def _schedule(tiles: int) -> tuple[int, int, int, int]:
-    """Of the candidates' pass: (part of the key tiles looked at ahead, at most, UPDATE, EARLY).
+    """Arguments of `candidates_kernel` for a number of key tiles: (part, limited, UPDATE, EARLY).
 
-    A hit costs as much as a quarter of a tile: with few tiles bounds are worth more of them.
+    A hit takes as long as a quarter of a tile: with few tiles, better bounds pay for more tiles read ahead.
     """
     return (1, 32, 8, 0) if tiles <= 64 else (4, 64, 16, 8)
 
 
 def _per(problem: Problem) -> int:
-    """Rows or keys of a program of one warp, which has several vectors for each in its registers."""
+    """Rows or keys per program of one warp, which holds several vectors of each in registers."""
     return 4 if max(problem.width, problem.value_width) <= 64 else 2
 
 
@@ -734,8 +733,8 @@ def forward_lists(
     lists: Lists,
     training: bool,
 ) -> None:
-    """Fill the lists and the rows of out, reference and shift that have one; of the others, what their block passes
-    start from."""
+    """Write the lists, and out, reference and shift of the rows with a list; of fallback rows reference and shift, from
+    which the block passes start."""
     q, k = problem.q, problem.k
     cuda = not problem.interpreted
     if cuda or q.stride(3) != 1 or k.stride(3) != 1:
@@ -771,7 +770,7 @@ def forward_lists(
     ]
     masked = problem.bias is not None or problem.mask is not None
     table = spans(problem, rows, KEYS.value) if masked else None
-    # Of keys that a bias takes out of reach.
+    # For the upper bound of keys whose bias makes them invisible.
     largest = None if problem.bias is None else torch.linalg.vector_norm(k, math.inf, (2, 3))
     head = (*descriptors, x, table, largest)
     options = {
@@ -787,13 +786,13 @@ def forward_lists(
         *head, scratch.view(torch.float32), lists, flags, total, part, most, NARROW_SPAN, beyond,
         UPDATE=update, EARLY=early, num_warps=4, **options,
     )  # fmt: skip
-    broad_kernel[(wide,)](
+    large_support_kernel[(wide,)](
         *head, aligned, lists, flags, reference, shift, total,
         TRAINING=training, MINE=triton.next_power_of_2(triton.cdiv(total, wide)), num_warps=8,
         **options,
     )  # fmt: skip
-    gather_left[(total,)](
-        flags, lists.counts, lists.left, lists.earlier, x.Lq, BM=rows, CHUNK=256, num_warps=4
+    gather_fallback[(total,)](
+        flags, lists.counts, lists.fallback, lists.earlier, x.Lq, BM=rows, CHUNK=256, num_warps=4
     )
     per = _per(problem)
     _finalize_kernel[(problem.heads * triton.cdiv(x.Lq, per),)](
@@ -810,7 +809,7 @@ def rows_backward(
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
 ) -> Filed:
-    """dq, delta and dalpha of the rows with lists, and their entries by key."""
+    """Write dq, delta and dalpha of the rows with lists; returns their entries by key."""
     x, rows, per = problem.operands(), block_rows(problem.q), _per(problem)
     filed = Filed(
         torch.empty_like(lists.entries),
@@ -835,7 +834,7 @@ def add_keys_from_lists(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """dk and dv from the lists; on top of what they hold in key heads with rows that were left."""
+    """Write dk and dv from the lists; in key heads with fallback rows, add to the block passes' results."""
     x, heads = problem.operands(), filed.partial.numel()
     given = (x, lists, filed, Strided.of(grad), delta, dk, dv)
     constants = {"SLOTS": SLOTS, "C": _fixed(problem)}
@@ -853,7 +852,7 @@ def add_keys_from_lists(
         num_warps=1,
         **registers(BY_KEY if per == 4 else REGISTERS),
     )
-    _broad_keys_kernel[(heads * triton.cdiv(x.Lk, SPAN),)](
+    _many_rows_kernel[(heads * triton.cdiv(x.Lk, SPAN),)](
         *given, **constants, SMALL=x.H * x.Lq * SORTED.value < 2**31, R=per, CHUNK=2 * per**2, SPAN=SPAN,
         num_warps=1, **registers(REGISTERS),
     )  # fmt: skip

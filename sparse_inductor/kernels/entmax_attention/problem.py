@@ -1,6 +1,6 @@
 """Operands of entmax attention as the kernels take them, and the scores of one tile.
 
-A kernel is given `Operands`, what it is for itself, and `Fixed`: all that its code depends on.
+A kernel is given `Operands`, its own arguments, and `Fixed`: everything that its code depends on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .tau import GENERAL, HARDWARE, NEG_INF, POS_INF, SPREAD_NAN, exponent_kind
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-# --- What a kernel is given -------------------------------------------------------------------------------------------
+# --- Arguments of a kernel --------------------------------------------------------------------------------------------
 
 
 class Strided(NamedTuple):
-    """Where a four-dimensional tensor begins, and its strides; alpha has no columns."""
+    """A four-dimensional tensor and its strides; alpha has no columns."""
 
     start: Any
     batch: int
@@ -38,7 +38,7 @@ class Strided(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What every kernel reads; None stands for what there is not. G query heads share a key head."""
+    """The operands of every kernel, None where a call has none. G query heads share a key head."""
 
     q: Strided
     k: Strided
@@ -56,11 +56,11 @@ class Operands(NamedTuple):
     scale: float
     fill: float
     last: None = None
-    """Triton 3.6 takes the types of what is in a tuple anew at each constant of its own: here, of all strides."""
+    """Triton 3.6 specialises a tuple per constant in it, here per stride."""
 
 
 class Fixed(NamedTuple):
-    """What kernels are compiled for, each a `tl.constexpr`. BD and BDV are D and DV, rounded up to powers of two."""
+    """The constants of a kernel, each a `tl.constexpr`. BD and BDV are D and DV rounded up to powers of two."""
 
     D: int
     DV: int
@@ -79,19 +79,19 @@ class Fixed(NamedTuple):
     LANES: int
     PRECISION: str
     INTERPRETED: bool
-    """Triton's interpreter multiplies bf16 as integers, and knows no PTX and no TMA."""
-    LEFT_ROWS: int
-    """Rows that a count of `Left.earlier` stands for; 0: all rows are the kernel's."""
+    """Triton's interpreter multiplies bf16 as integers, and has neither PTX nor TMA."""
+    FALLBACK_ROWS: int
+    """Rows per block of `FallbackRows.earlier`; 0 if the kernel computes all rows."""
     BM: int
     BN: int
     STAGES: int
     IN_PLACE: bool
 
 
-class Left(NamedTuple):
-    """The rows that are left to the block passes, ascending: rows int32 [B, H, Lq].
+class FallbackRows(NamedTuple):
+    """The rows that the block passes compute, ascending: rows int32 [B, H, Lq].
 
-    earlier int32 [B, H, blocks + 1]: how many come before each block of `block` rows, then all.
+    earlier int32 [B, H, blocks + 1]: the number of them before each block of `block` rows, then of all.
     """
 
     rows: torch.Tensor
@@ -101,10 +101,10 @@ class Left(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """ROWS queries x KEYS keys at a time; a thread has at most so many registers (None: 255).
+    """Tiles of `rows` queries x `keys` keys, and the limit of registers per thread (None: 255).
 
-    in_place: a thread reads the bias and the mask of the scores that it has, each entry by itself, so that scores stay
-    where the product left them. Other loads are wide, and can be made ahead where a loop has several stages.
+    in_place: a thread loads bias and mask entry by entry for its own scores, so that these keep the accumulator's
+    layout. Other loads are wide, and are pipelined in a loop with several stages.
     """
 
     rows: int
@@ -115,7 +115,7 @@ class Tile:
     in_place: bool = False
 
     def options(self) -> dict[str, int]:
-        """What a launch says beside the sizes."""
+        """Launch options."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, **limit}
 
@@ -138,7 +138,7 @@ def _block(width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv] and what shapes the scores.
+    """One call: q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv] and the terms of the scores.
 
     bias, mask and alpha are views expanded to [B, H, Lq, Lk] (alpha [B, H, Lq, 1]), so that size-1
     dimensions have stride 0.
@@ -199,7 +199,7 @@ class Problem:
 
     @property
     def drops(self) -> bool:
-        """Whether some key may be dropped in favour of `fill`."""
+        """Whether the score of some key may be replaced by `fill`."""
         return self.causal or self.mask is not None
 
     @property
@@ -208,33 +208,33 @@ class Problem:
 
     @property
     def added_fill(self) -> bool:
-        """Whether dropped keys, whose score is `fill`, pass their gradient on."""
+        """Whether dropped keys, whose score is `fill`, receive a gradient."""
         return self.finite_fill and self.added
 
     @property
     def lanes(self) -> int:
-        """How many `lane_sums` the block kernels take of a row.
+        """Number of `lane_sums` per row in the block kernels.
 
-        One where a mask or a bias is read beside the scores: these may then lie in two warps a row, as do masks whose
-        rows are not 16 bytes apart, and Triton 3.6 makes wrong sums of parts of rows across warps.
+        It is 1 with a mask or a bias: a row of scores may then be spread over two warps, as in a mask whose row stride
+        is not a multiple of 16 bytes, and Triton 3.6 reduces parts of rows across warps wrongly.
         """
         busy = self.mask is not None or self.bias is not None
         return 4 if self.q.element_size() == 2 and not busy else 1
 
     @property
     def by_row(self) -> tuple[bool, bool]:
-        """Whether there is a bias, and a mask, that may differ from row to row; padding of keys does not."""
+        """(whether a bias varies from row to row, whether a mask does); key padding does not."""
         bias, mask = (t is not None and t.stride(2) != 0 for t in (self.bias, self.mask))
         return bias, mask
 
     @property
     def kind(self) -> int:
-        """What `powers` are computed by."""
+        """The kind of `powers`."""
         general = HARDWARE if self.q.is_cuda and self.q.element_size() == 2 else GENERAL
         return exponent_kind(None if self.alpha is not None else self.alpha_value, general)
 
     def operands(self) -> Operands:
-        """What every kernel reads."""
+        """The operands of every kernel."""
 
         def strided(t: torch.Tensor | None) -> Strided | None:
             return None if t is None else Strided.of(t)
@@ -247,8 +247,10 @@ class Problem:
             float(self.alpha_value - 1.0), float(self.scale), float(self.fill),
         )  # fmt: skip
 
-    def fixed(self, tile: Tile, left: Left | None = None, lanes: int | None = None) -> Fixed:
-        """What the kernels are compiled for that take a tile of all rows, or of the rows that are left."""
+    def fixed(
+        self, tile: Tile, fallback: FallbackRows | None = None, lanes: int | None = None
+    ) -> Fixed:
+        """The constants of a kernel with this tile, for all rows or the fallback rows."""
         exact = self.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
         made = Fixed(
             self.width,
@@ -266,7 +268,7 @@ class Problem:
             self.lanes if lanes is None else lanes,
             "ieee" if exact else "tf32",
             self.interpreted,
-            0 if left is None else left.block,
+            0 if fallback is None else fallback.block,
             tile.rows,
             tile.keys,
             tile.stages,
@@ -287,9 +289,9 @@ class Matrix(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's operands, and the ends: of its rows in memory and as given, and of its keys.
+    """One head's operands, the number of its rows in memory, and the ends of its valid rows and keys.
 
-    q's matrix stands for those that there are not, since a function of Triton returns no None: see `Fixed`.
+    q's matrix stands for an operand that does not exist, since a Triton function cannot return None; see `Fixed`.
     """
 
     q: Matrix
@@ -309,7 +311,7 @@ class Head(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Of each row: scale * (alpha - 1), alpha - 1, the reference, and the dropped keys' x."""
+    """For each row: scale * (alpha - 1), alpha - 1, the reference, and x of dropped keys."""
 
     factor: Any
     am1: Any
@@ -319,7 +321,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def matrix(t, b, h):
-    """Head h of batch element b, both 64-bit, of a Strided."""
+    """Head h of batch element b of a Strided; b and h are 64-bit."""
     return Matrix(t.start + (b * t.batch + h * t.head), t.row, t.column)
 
 
@@ -360,7 +362,7 @@ def entry_pointers(m, i, j):
 
 
 def _load_source(load: str, register: str) -> str:
-    """PTX of a load of what $1 points to, where $2 is not 0; 0 elsewhere."""
+    """PTX of a load from $1 if $2 is not 0, else 0."""
     return f"{{.reg .pred p; setp.ne.s32 p, $2, 0; mov.{register} $0, 0; @p ld.global.{load} $0, [$1];}}"
 
 
@@ -370,7 +372,7 @@ LOAD_16, LOAD_32, LOAD_64 = (tl.constexpr(_load_source(t, t)) for t in ("b16", "
 
 @triton.jit
 def load_in_place(at, inside):
-    """As tl.load(at, mask=inside, other=0), in the layout of what reads it instead of that of the widest loads."""
+    """tl.load(at, mask=inside, other=0) in the layout of its user instead of the layout of the widest loads."""
     kind: tl.constexpr = at.dtype.element_ty
     given = [at, inside.to(tl.int32)]
     if kind.primitive_bitwidth == 64:
@@ -386,7 +388,8 @@ def load_in_place(at, inside):
 
 @triton.jit
 def load_entries(m, i, j, head, ROWS: tl.constexpr, IN_PLACE: tl.constexpr):
-    """Entries [len(i), len(j)] of a bias or a mask, zeros outside; [1, len(j)] unless they differ by ROWS."""
+    """Entries [len(i), len(j)] of a bias or a mask, zeros outside; [1, len(j)] unless ROWS, that is if rows are
+    equal."""
     inside = (j < head.last_key)[None, :]
     if ROWS:
         inside = (i < head.Lq)[:, None] & inside
@@ -415,7 +418,7 @@ def load_tile(m, i, limit, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
 
 @triton.jit
 def store_tile(base, at, acc, inside, D: tl.constexpr, BD: tl.constexpr):
-    """Rows `at` of a contiguous matrix [., D] become acc [M, BD]; 16-bit and inside its rows."""
+    """Store acc [M, BD] to rows `at` of a contiguous matrix [., D], where `inside`."""
     d = tl.arange(0, BD)
     where = base + at.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(where, acc.to(base.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
@@ -443,8 +446,8 @@ def larger(a, b):
 
 @triton.jit
 def row_maxima(top, i, head):
-    """(m, dead, idle) of rows i from maxima top [M, N] of theirs: the maximum, 0 for a dead row, which sees no key or
-    lies beyond the last; idle rows, dead or with NaN or inf, have no sum to search for."""
+    """(m, dead, idle) of rows i from maxima top [M, N]. A dead row has no visible key or lies beyond the last row; m is
+    the row's maximum, 0 if it is dead. An idle row is dead or has NaN or inf, and needs no search."""
     m = tl.reduce(top, 1, larger)
     dead = (m == NEG_INF) | (i >= head.last_row)
     m = tl.where(dead, 0.0, m)
@@ -453,9 +456,9 @@ def row_maxima(top, i, head):
 
 @triton.jit
 def lane_sums(x, LANES: tl.constexpr):
-    """Sums of parts of the rows of x [M, N], [M, LANES]: what is left to add up when all tiles are through.
+    """Partial sums [M, LANES] of the rows of x [M, N], which are added up after all tiles.
 
-    4 LANES are the lanes of a row in the accumulator of a 16-bit product, in which no data moves.
+    4 LANES are those of a row in the accumulator of a 16-bit product, so that no data moves between threads.
     """
     if LANES == 1:
         return tl.sum(x, 1)[:, None]
@@ -467,19 +470,19 @@ def lane_sums(x, LANES: tl.constexpr):
 
 @triton.jit
 def dropped_score(am1, fill_value, FINITE_FILL: tl.constexpr):
-    """(alpha - 1) fill [M], the same bits wherever it is asked for."""
+    """(alpha - 1) * fill [M], bitwise equal in all kernels."""
     fill = am1 * fill_value
     if FINITE_FILL:
-        # A reader subtracts a reference. Were that contracted into one FMA with this product, a fill of
-        # -1e9 would differ by up to 32 from the rounded one that the reference may be. The bound also
-        # keeps the lowest number from overflowing.
+        # Users subtract a reference. If that were contracted with this product into an FMA, a fill of -1e9
+        # would differ by up to 32 from the rounded fill that the reference may be. The maximum prevents the
+        # contraction, and an overflow of the lowest number.
         fill = tl.maximum(fill, LOWEST)
     return fill
 
 
 @triton.jit
 def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
-    """x [M, N] = (alpha - 1) z - reference of queries i [M] and keys j [N], and which are kept.
+    """(x [M, N] = (alpha - 1) z - reference of queries i [M] and keys j [N], mask of the kept keys).
 
     From q [M, D] and k [N, D]. EDGE: some key may lie beyond the last one or the diagonal.
     """
@@ -531,7 +534,7 @@ def row_constants(head, i, C: tl.constexpr, EDGE: tl.constexpr = True):
 
 
 class Tiles(NamedTuple):
-    """Of a block of rows: key tiles without an edge, with a key to see, and all."""
+    """For a block of rows the number of key tiles without an edge, with a visible key, and of all."""
 
     whole: Any
     seen: Any
@@ -540,7 +543,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def key_range(tiles, EDGE: tl.constexpr):
-    """The first and the end of a block's key tiles to see, of those without an edge or of the others."""
+    """(first, end) of a block's visible key tiles without an edge, or if EDGE of the others."""
     if EDGE:
         return tiles.whole, tiles.seen
     else:
@@ -548,7 +551,7 @@ def key_range(tiles, EDGE: tl.constexpr):
 
 
 class Block(NamedTuple):
-    """A program's rows: their head; which they are, where they are in [B, H, Lq], and constants, each [BM]."""
+    """A program's rows: their head, row numbers, places in [B, H, Lq] and constants, each [BM]."""
 
     head: Head
     i: Any
@@ -572,28 +575,28 @@ def key_tiles(first_row, end_row, head, CAUSAL: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def own_rows(x, left, C: tl.constexpr):
-    """(head, block, how many rows the head has here) of a program that owns BM rows: all, or some of those left."""
+def own_rows(x, fallback, C: tl.constexpr):
+    """(head, block, number of the head's rows) of a program with BM rows: all rows, or the fallback rows."""
     blocks = tl.cdiv(x.Lq, C.BM)
     bh = tl.program_id(0) // blocks
     count = x.Lq
-    if C.LEFT_ROWS > 0:
-        groups = tl.cdiv(x.Lq, C.LEFT_ROWS)
-        count = tl.load(left.earlier + bh * (groups + 1) + groups)
+    if C.FALLBACK_ROWS > 0:
+        groups = tl.cdiv(x.Lq, C.FALLBACK_ROWS)
+        count = tl.load(fallback.earlier + bh * (groups + 1) + groups)
     return bh, tl.program_id(0) % blocks, count
 
 
 @triton.jit
-def open_rows(x, left, bh, block, count, C: tl.constexpr):
-    """(Block, Tiles) of what `own_rows` gives: rows ascending, Lq where there is none.
+def open_rows(x, fallback, bh, block, count, C: tl.constexpr):
+    """(Block, Tiles) of a program from `own_rows`: rows ascending, Lq where there is none.
 
-    CAUSAL: the last block, of the longest rows, comes first.
+    CAUSAL: the last block, which has the longest rows, comes first.
     """
     if C.CAUSAL:
         block = tl.cdiv(count, C.BM) - 1 - block
     at = block * C.BM + tl.arange(0, C.BM)
-    if C.LEFT_ROWS > 0:
-        i = tl.load(left.rows + bh.to(tl.int64) * x.Lq + at, mask=at < count, other=x.Lq)
+    if C.FALLBACK_ROWS > 0:
+        i = tl.load(fallback.rows + bh.to(tl.int64) * x.Lq + at, mask=at < count, other=x.Lq)
         first = tl.min(i, 0)
         end = tl.max(tl.where(i < x.Lq, i + 1, 0), 0)
     else:

@@ -1,7 +1,7 @@
-"""Entmax attention forward of short rows: the scores of a block of rows stay in registers, in one launch.
+"""Entmax attention forward for short rows: one launch, with the scores of a block of rows in registers.
 
-The passes of `entmax_attention.blocks` make the scores again for each step of the search for the threshold, which
-for a few hundred keys takes longer than to wait for what they read.
+The passes of `entmax_attention.blocks` recompute the scores in each step of the threshold search, which dominates the
+time for a few hundred keys.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .problem import (
 )
 from .tau import POS_INF, bracket, class_bound, clip_to_one, newton, powers, step
 
-# Keys of a row: 64 rows' scores are 128 registers a thread. Those of 512 keys do not fit: where half are made again for
-# each step a forward takes 0.23 to 0.25 ms instead of the passes' 0.21 (H200, 32 x 12 heads, D 64); in Gluon, by eight
-# warps that keep a head's keys and values, 0.17 to 0.18 instead of 0.22 (H100), which is not worth a second kernel; and
-# so with scores rounded to fp16 in registers, a step on two at once, 0.25 instead of 0.28 (H200, from the host's call).
+# Most keys: the scores of 64 rows take 128 registers a thread. 512 keys do not fit, and alternatives gain too little
+# for a second kernel (32 x 12 heads, D 64): recomputing half of the scores in each step takes 0.23 to 0.25 ms, the
+# passes 0.21 (H200); a Gluon kernel whose eight warps keep a head's keys and values 0.17 to 0.18, the passes 0.22
+# (H100); scores rounded to fp16, two per step, 0.25, the passes 0.28 (H200, from the host's call).
 MOST_KEYS = 256
-# The search starts from a bound by the maxima of so many keys each.
+# Keys per class, whose maxima give the first bound of the search.
 CLASS = tl.constexpr(4)
 
 
 def _tile(problem: Problem) -> Tile:
-    """All keys at once."""
+    """A tile with all keys of a row."""
     keys = max(16, triton.next_power_of_2(problem.k.shape[2]))
     if problem.interpreted:
         return Tile(16, keys, 4, 1)
@@ -59,9 +59,9 @@ def applies(problem: Problem) -> bool:
 def _short_kernel(
     x, out, reference, shift, EXACT_SUM: tl.constexpr, REFINE: tl.constexpr, C: tl.constexpr
 ):
-    """A program owns out, reference and shift of BM rows; BN is no less than the number of keys.
+    """A program computes out, reference and shift of BM rows; BN is at least the number of keys.
 
-    REFINE: shift takes one more Newton step, for a backward.
+    REFINE: shift gets one more Newton step, for a backward.
     """
     blocks = tl.cdiv(x.Lq, C.BM)
     bh = tl.program_id(0) // blocks
@@ -72,8 +72,8 @@ def _short_kernel(
     row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
     q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
     j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
-    # Classes of columns that one thread holds, where scores lie as the product left them. Where they lie as a wide load
-    # does, neighbouring lanes may hold no neighbouring classes, and Triton 3.6 reduces such a layout wrongly.
+    # In the accumulator's layout one thread holds the columns of a class. In the layout of a wide load neighbouring
+    # lanes may hold classes that are no neighbours, a layout that Triton 3.6 reduces wrongly.
     CLASSES: tl.constexpr = C.BN // CLASS
     NEXT: tl.constexpr = 8 if CLASSES > 8 else CLASSES
     top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // NEXT, CLASS, NEXT)), 2, larger)
@@ -97,7 +97,7 @@ def _short_kernel(
     p, g = powers(clip_to_one(z, d[:, None], C.INTERPRETED), beta[:, None], C.KIND)
     f = tl.sum(p, 1)
     v = load_tile(head.v, j, head.last_key, True, C.DV, C.BDV)
-    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    # Divide out the rounding of sum p == 1.
     acc = product(p.to(v.dtype), v, C)
     acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
     at = bh.to(tl.int64) * x.Lq + i
@@ -115,7 +115,7 @@ def forward_short(
     shift: torch.Tensor,
     training: bool,
 ) -> None:
-    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
+    """Write out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
     tile = _tile(problem)
     _short_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         problem.operands(), out, reference, shift, EXACT_SUM=EXACT[2], REFINE=training,

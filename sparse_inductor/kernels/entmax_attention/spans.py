@@ -1,10 +1,10 @@
-"""Which key tiles a block of rows sees through a mask and a bias: looked at once a call, on the device.
+"""The key tiles that are visible to a block of rows through a mask and a bias, computed once a call on the device.
 
-A tile of a mask is empty (no key is kept, or each has a bias that takes it out of reach), full (all are kept, and
-none has a bias) or mixed. A block's span is where its tiles that are not empty begin and end, its longest run of full
-tiles, and the longest run of empty ones within. That is all of a causal mask, padding on either side, documents in
-one sequence, a sliding window, one with sinks. Of the other tiles the passes read mask and bias, so that nothing
-rests on a span being tight.
+A tile is empty (no key is kept, or all have a bias that makes them invisible), full (all keys are kept, none has a
+bias) or mixed. A block's span is the range of its tiles that are not empty, its longest run of full tiles, and the
+longest run of empty tiles within. This describes a causal mask, padding on either side, packed documents, and a sliding
+window with or without sinks completely. For all other tiles the passes read mask and bias, so that a span need not be
+tight.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import triton.language as tl
 from ..common.launch import relaunched
 from .problem import Problem, Strided, entry_pointers, matrix
 
-# A key whose bias is at most this is taken for absent, and rows for which it may not be are told apart: no larger
-# than the lowest fp16, which masks are made of.
+# A key whose bias is at most LOW is treated as invisible; rows whose support might contain it are recognised later.
+# Above fp16's lowest number, which additive masks contain.
 LOW = tl.constexpr(-9000.0)
-# Begin and end, of the full tiles, of the gap; two more keep a span 32-byte aligned.
+# Numbers per span: begin and end of the tiles, of the full run, of the gap; padded to 32 bytes.
 NUMBERS = tl.constexpr(8)
-# Keys of a boolean mask that are read at once.
+# Keys of a boolean mask per 64-bit word.
 WORD = 8
 
 
@@ -40,9 +40,10 @@ def _classes_kernel(
     bias, mask, classes, heads, rows, Lk,
     BM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """A program reads BM rows by TILES tiles: 0 for an empty tile, 1 for a mixed one, 2 for a full one.
+    """A program classifies TILES tiles of BM rows: 0 for an empty tile, 1 for a mixed one, 2 for a full one.
 
-    A mask alone may be read in words of several keys, which Lk and KEYS then count; ALL is one that keeps all of them.
+    A mask without a bias may be read in words of several keys, in which Lk and KEYS then count; ALL is the word that
+    keeps all of its keys.
     """
     chunks = tl.cdiv(Lk, KEYS * TILES)
     blocks = tl.cdiv(rows, BM)
@@ -80,7 +81,7 @@ def _classes_kernel(
 
 @triton.jit
 def _longest_run(hit, other, t, end):
-    """The longer of the first and the last run of tiles that hit, (end, end) where there is none."""
+    """(begin, end) of the longer one of the first and the last run of tiles that hit; (end, end) if there is none."""
     begin = tl.min(tl.where(hit, t, end), 0)
     stop = tl.min(tl.where(other & (t > begin), t, end), 0)
     last = tl.max(tl.where(hit, t + 1, begin), 0)
@@ -92,7 +93,7 @@ def _longest_run(hit, other, t, end):
 @relaunched
 @triton.jit
 def _spans_kernel(classes, spans, tiles, NUMBERS: tl.constexpr, TILES: tl.constexpr):
-    """A program writes the span of one block's `tiles` classes."""
+    """A program writes the span of one block from the classes of its `tiles` tiles."""
     t = tl.arange(0, TILES)
     c = tl.load(classes + tl.program_id(0).to(tl.int64) * tiles + t, mask=t < tiles, other=0)
     end = tl.max(tl.where(c != 0, t + 1, 0), 0)
@@ -110,7 +111,7 @@ def _spans_kernel(classes, spans, tiles, NUMBERS: tl.constexpr, TILES: tl.conste
 
 
 def spans(problem: Problem, rows: int, keys: int) -> Spans:
-    """The spans of blocks of `rows` rows in tiles of `keys` keys."""
+    """The spans of blocks of `rows` rows, in tiles of `keys` keys."""
     Lk = problem.k.shape[2]
     sides = [t for t in (problem.bias, problem.mask) if t is not None]
     B, H, Lq = (
@@ -141,7 +142,7 @@ def _in_words(mask: torch.Tensor) -> bool:
 
 
 class Runs(NamedTuple):
-    """The key tiles that a block of rows sees: full ones from `full` on, and the mixed ones of `mixed_tile`."""
+    """The visible key tiles of a block of rows: `fulls` full ones from `full` on, and `mixed` ones (`mixed_tile`)."""
 
     full: Any
     fulls: Any
@@ -155,7 +156,7 @@ class Runs(NamedTuple):
 
 @triton.jit
 def tiles_of(span, tiles):
-    """The `Runs` of one block with a span, or None for one without, from its `Tiles`."""
+    """The `Runs` of a block from its `Tiles` and its span, which may be None."""
     zero = tiles.seen * 0
     if span is None:
         return Runs(
@@ -169,7 +170,7 @@ def tiles_of(span, tiles):
         full_end = tl.maximum(tl.minimum(full_end, end), full)
         gap = tl.maximum(tl.minimum(tl.load(span + 4), end), begin)
         gap_end = tl.maximum(tl.minimum(tl.load(span + 5), end), gap)
-        # Empty runs lie anywhere: behind the other.
+        # A run without tiles may be anywhere: put it behind the other one.
         gap = tl.where(gap == gap_end, end, gap)
         gap_end = tl.where(gap == end, end, gap_end)
         full = tl.where(full == full_end, end, full)
@@ -184,7 +185,7 @@ def tiles_of(span, tiles):
 
 @triton.jit
 def mixed_tile(n, runs, SPANS: tl.constexpr):
-    """The n-th of the mixed tiles; without SPANS they follow each other."""
+    """The n-th mixed tile; without SPANS these are contiguous."""
     tile = runs.begin + n
     if SPANS:
         third = runs.second_end + n - runs.two

@@ -1,15 +1,15 @@
-"""The threshold of alpha-entmax: powers, bounds and the step that every attention kernel shares.
+"""The threshold of alpha-entmax: powers, bounds, and the search step that all attention kernels share.
 
 With x the scaled scores (alpha - 1) z of a row minus a reference close to their maximum, and
 beta = 1 / (alpha - 1),
 
     f(d) = sum_j max(x_j - d, 0)^beta = 1
 
-has one root d = tau - reference, in [-1, 0] when the reference is the maximum. Near the reference
-the fp32 grid is fine; tau itself has few bits left once scores are large.
+has one root d = tau - reference, in [-1, 0] if the reference is the maximum. Near the reference
+the fp32 grid is fine; tau itself has few significant bits if scores are large.
 
-The steps are taken on h = f^(1/beta), the beta-norm of the clipped scores: linear in d where all
-entries are alike, and convex for beta >= 1, so that a Newton step ends at or before the root.
+Steps are taken on h = f^(1/beta), the beta-norm of the clipped scores: it is linear in d if all
+entries are equal, and convex for beta >= 1, so that a Newton step ends at or before the root.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import triton.language as tl
 # beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
 CLOSED_FORMS = (1, 2, 3, 4)
 GENERAL = 0
-# As GENERAL, by the GPU's own approximations of log2 and exp2: two instructions of the special function
-# units in place of 30. A power p is off by |ln p| 2^-22, which 16-bit operands do not resolve; fp32's
-# subnormal numbers are taken for 0.
+# As GENERAL, with the GPU's approximations of log2 and exp2: two instructions of the special function units
+# instead of 30. The relative error of a power p is |ln p| 2^-22, below the resolution of 16-bit operands;
+# subnormal fp32 numbers count as 0.
 HARDWARE = -1
-# As HARDWARE, for powers over 1: 0 needs no care, as exp2(-inf) is 0.
+# As HARDWARE, for powers over 1: 0 needs no special case, since exp2(-inf) is 0.
 HARDWARE_OVER_1 = tl.constexpr(-2)
-# What they may leave of a sum over thousands of powers.
+# Error of a sum over thousands of such powers.
 NOISE = tl.constexpr(4e-6)
 LN2 = tl.constexpr(0.6931471805599453)
-# What a cubic step leaves, as a part of what Newton's would.
+# Error of a cubic step as a share of that of a Newton step.
 CUBIC = tl.constexpr(1 / 64)
 
 NEG_INF = tl.constexpr(float("-inf"))
@@ -54,9 +54,10 @@ def clip(x, d):
 
 @triton.jit
 def clip_to_one(x, d, WIDEN: tl.constexpr):
-    """As `clip`, for x <= 0 and d >= -1; one instruction on a GPU, where 0 for NaN.
+    """As `clip`, for x <= 0 and d >= -1; one instruction on a GPU, which gives 0 for NaN.
 
-    No NaN gets lost: the reference of its row is NaN, so that all of the row is 0, and its output 0 / 0.
+    The output is NaN all the same: the reference of a row with NaN is NaN, so that all of the row is 0 and its output 0
+    / 0.
     """
     if WIDEN:
         return clip(x, d)
@@ -66,8 +67,8 @@ def clip_to_one(x, d, WIDEN: tl.constexpr):
         )
 
 
-# (exponent, log2(u), u) to u^exponent, and to 0 where u is or is the lowest normal number. With the selection
-# inside, its predicates live briefly: 32 at a time would be packed into registers and out again.
+# (exponent, log2(u), u) to u^exponent, 0 if u is at most the lowest normal number. The selection is part of the
+# assembly so that its predicates are short-lived: 32 at a time would be packed into registers and unpacked.
 POWER = tl.constexpr(
     "{ .reg .pred p; mul.f32 $0, $1, $2; ex2.approx.ftz.f32 $0, $0;"
     " setp.le.f32 p, $3, 0f00800000; selp.f32 $0, 0f00000000, $0, p; }"
@@ -86,7 +87,7 @@ def _log2(u, KIND: tl.constexpr):
 
 @triton.jit
 def log_power(u, beta, KIND: tl.constexpr):
-    """log u^beta, natural; finite at u == 0 too, so that u^beta times it is 0 there."""
+    """Natural logarithm of u^beta; finite at u == 0, so that u^beta times it is 0 there."""
     return tl.maximum(_log2(u, KIND), -1000.0) * LN2 * beta
 
 
@@ -94,7 +95,7 @@ def log_power(u, beta, KIND: tl.constexpr):
 def log_entries(x, d, KIND: tl.constexpr):
     """(u, u log2 u) of u = max(x - d, 0), 0 at u == 0; NaN stays NaN."""
     if KIND == -1:
-        # Not under the lowest normal number, for which `powers` gives 0: its logarithm is finite.
+        # At least the lowest normal number, for which `powers` gives 0: its logarithm is finite.
         u = tl.maximum(x - d, 1.1754943508222875e-38, propagate_nan=SPREAD_NAN)
         return u, u * _log2(u, KIND)
     else:
@@ -147,8 +148,8 @@ def powers(u, beta, KIND: tl.constexpr):
 def cubic_power(beta, width):
     """(c1, c2, c3) such that c1 u + c2 u^2 + c3 u^3 is near u^beta for u in [0, width], beta in 1.5 to 3.5.
 
-    Through u^beta at three parts of the width, the densest where a row's entries are: their sum is off
-    by 0.006 at most for beta 1.6 to 2.5 and supports of 150 to 2,000 (by 0.04 at 3.3).
+    It interpolates u^beta at three points, denser where a row has most entries: the error of the sum is at
+    most 0.006 for beta 1.6 to 2.5 and supports of 150 to 2,000 (0.04 at 3.3).
     """
     y1 = tl.exp2((beta - 1.0) * -3.321928094887362)  # 0.1
     y2 = tl.exp2((beta - 1.0) * -1.5145731728297582)  # 0.35
@@ -177,7 +178,7 @@ def root(f, beta, KIND: tl.constexpr):
 
 @triton.jit
 def compensated(total, lost, term):
-    """Kahan's sum: (total + term, what rounding took). 64k equal terms would drift by 1e-5."""
+    """Kahan summation: (total + term, correction). Without it, 64k equal terms would drift by 1e-5."""
     term = term - lost
     grown = total + term
     return grown, (grown - total) - term
@@ -185,10 +186,11 @@ def compensated(total, lost, term):
 
 @triton.jit
 def class_bound(top, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
-    """A lower bound of the root [R] from some distinct entries top [R, C] of each row.
+    """A lower bound [R] of the root from distinct entries top [R, C] of each row.
 
-    f over a part of the row is at most f, so its root lies at or before the row's: by 1e-6, whatever is
-    rounded, and never before -1. For beta < 1 u^beta >= u (u <= 1), so sparsemax' root is a bound.
+    f over a part of the row is at most f over the row, so its root is a lower bound. 1e-6 is subtracted for
+    rounding, and the bound is at least -1. For beta < 1, u^beta >= u (u <= 1), so that sparsemax's root is a
+    bound.
     """
     d = tl.full([top.shape[0]], -1.0, tl.float32)
     for _ in tl.static_range(STEPS):
@@ -210,8 +212,8 @@ def class_bound(top, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
     """Raise the lower bounds [R, L] of raw scores by the class maxima top, four tensors [R, L].
 
-    As `class_bound`, in units of q . k: x = factor * score. The target is a little over 1, so that
-    rounding cannot carry a bound past its root.
+    As `class_bound`, in units of q . k: x = factor * score. The target is slightly over 1, so that
+    rounding cannot move a bound past the root.
     """
     t0, t1, t2, t3 = top
     power = tl.maximum(beta, 1.0) if KIND <= 0 else beta
@@ -230,7 +232,8 @@ def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr
 
 @triton.jit
 def bracket(lo, entries, beta):
-    """(d, lo, hi, old) of a search's first `step`, from lower bounds lo [R] and how many scores a row has at most."""
+    """(d, lo, hi, old) of a search's first `step`, from lower bounds lo [R] and the largest number of scores in a
+    row."""
     # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
     hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
     d = tl.minimum(lo, hi)
@@ -240,7 +243,7 @@ def bracket(lo, entries, beta):
 
 @triton.jit
 def newton(d, f, g, beta, KIND: tl.constexpr):
-    """One Newton step on h from f = sum u^beta and g = sum u^(beta - 1) at d; d where there is none."""
+    """One Newton step on h from f = sum u^beta and g = sum u^(beta - 1) at d; d if the step is not small."""
     h = root(f, beta, KIND)
     moved = d + (h - 1.0) * f / (h * g)
     return tl.where(tl.abs(moved - d) < 1e-3, moved, d)
@@ -248,17 +251,16 @@ def newton(d, f, g, beta, KIND: tl.constexpr):
 
 @triton.jit
 def step(d, f, g, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
-    """The next d [R] from f = sum u^beta and g = sum u^(beta - 1) at d, and what it may leave.
+    """The next d [R] from f = sum u^beta and g = sum u^(beta - 1) at d, and its estimated error.
 
-    lo and hi bracket the root; old = (d, h, slope of d over h) of the evaluation before. The next d
-    is the cubic through both evaluations (inverse Hermite, order 2.7) where it stays inside the
-    bracket, else Newton's, else the middle; every fourth turn only the middle or Newton's from
-    below, which cannot cycle. bend: what h'' may be while one evaluation has been made; it is at most
-    about beta times how many scores a row has.
+    lo and hi bracket the root; old = (d, h, slope of d over h) of the previous evaluation. The next d is
+    from the cubic through both evaluations (inverse Hermite, order 2.7) if it is inside the bracket, else
+    Newton's, else the middle; every fourth turn it is Newton's or the middle, which cannot cycle. bend: an
+    upper bound of h'' for the first evaluation, about beta times the number of scores in a row.
 
-    Returns (d, rest, lo, hi, old). rest estimates |h - 1| at the new d from the curvature between
-    the evaluations, which is the larger one coming from below; it is 0 where fp32 holds nothing
-    better, and NaN in a row with NaN.
+    Returns (d, rest, lo, hi, old). rest estimates |h - 1| at the new d from the curvature between the
+    evaluations, which is an overestimate coming from below; it is 0 if fp32 has no better d, and NaN in a
+    row with NaN.
     """
     d0, h0, s0 = old
     h = root(f, beta, KIND)
@@ -288,11 +290,11 @@ def step(d, f, g, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
     rest = tl.where(use, rest * CUBIC, rest)
     rest = tl.where(inside, rest, 1.0)
     if KIND <= 0:
-        # For beta < 1 h has a corner wherever an entry enters the support, with an infinite slope
-        # behind it: curvature says nothing, only what h is here does.
+        # For beta < 1, h has a corner wherever an entry enters the support, with an infinite slope
+        # behind it: the curvature gives no estimate, only h itself does.
         seen = tl.abs(h - 1.0) - NOISE if KIND == -1 else tl.abs(h - 1.0)
         rest = tl.where(beta < 1.0, seen, rest)
-    # As far as fp32 goes: no number is left between the bounds, or the step is the last bit of d.
+    # The limit of fp32: no number lies between the bounds, or the step is the last bit of d.
     closed = (middle <= lo) | (middle >= hi)
     guess = tl.where(closed, hi, guess)
     settled = closed | (tl.abs(moved) <= 1.2e-7 * tl.abs(d))

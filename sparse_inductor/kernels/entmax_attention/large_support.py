@@ -1,12 +1,12 @@
-"""Entmax attention for broad rows: supports from about 14, too many for the one pass of peaked rows, to 130.
+"""Entmax attention for large-support rows: from about 14 keys, too many for `candidates`, to about 130.
 
 Two passes over the scores of a block of rows. The first takes the maxima of 64 column classes over all
-keys, which bound the threshold so well that hardly more scores than the support are above (70 for 62
-of 8192 keys; 870 for 410). The second appends those to lists that only one thread writes, by predicates
-alone: nearly every warp has a hit, so that a branch would cost more than it saves. The threshold is
-then solved on the lists, and the support goes to the block's entries.
+keys, which bound the threshold so well that hardly more scores than the support are above it (70 for a
+support of 62 of 8192 keys; 870 for 410). The second appends those to lists, each written by one thread,
+with predicates instead of branches, since nearly every warp has a hit. The threshold is then solved on
+the lists, and the support is written to the block's entries.
 
-Rows with more than that are left to the block passes, one by one: `gather_left` lists them.
+Rows with larger supports fall back to the block passes: `gather_fallback` lists them.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from .candidates import (
 from .problem import larger
 from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, powers, root, step
 
-# Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. The first of all lists follow
-# each other, then the second: lists are short, and what is read together stays in a cache.
+# Records per row and lane. A record is 16 bytes: the scores of two neighbouring columns and the first column. The first
+# records of all lists are contiguous, then the second ones: lists are short, and records read together share cache
+# lines.
 LIST = tl.constexpr(64)
-# A list with more takes no further tile, which may bring 8.
+# A list with more records is full: a tile may append 8.
 ROOM = tl.constexpr(56)
-# A row with more of its 64 classes above the bound (about 220 entries at 62) would fill its lists. From
-# about 130 entries on block passes are the faster ones, but not for a few rows of a head.
+# Most classes, of 64, above the bound: with more (about 220 entries at 62) a row would fill its lists. Block
+# passes are faster from about 130 entries on, but not for a few rows of a head.
 FILLED = tl.constexpr(62.0)
-# A record's two scores where there is none: -inf.
+# Two scores of -inf, where there is no record.
 NO_SCORES = tl.constexpr(-0x007FFFFF00800000)
-# Records of each list that are looked at together.
+# Records of each list that are loaded at a time.
 CHUNK = tl.constexpr(8)
-# In a block's flag, beside the number of rows that are left to the block passes.
+# Added in a block's flag to the number of its fallback rows.
 SOLVED = tl.constexpr(256)
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
 
 def list_words(rows: int) -> int:
-    """64-bit words of the lists of a block of rows, a power of two."""
+    """Number of 64-bit words of a block's lists, a power of two."""
     return rows * 4 * LIST.value * 2
 
 
@@ -119,7 +120,7 @@ def _best(x, y):
 
 @triton.jit
 def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
-    """(bound, how many classes are above) [M, 1]: `bound_step` from best - 1 / factor on, of 64 classes."""
+    """(bound, number of classes above it) [M, 1]: `bound_step` from best - 1 / factor on, for 64 classes."""
     power = tl.maximum(beta, 1.0) if KIND <= 0 else beta
     bound = best - 1.0 / factor
     none = tl.zeros_like(x[0])
@@ -145,14 +146,14 @@ def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _chunk(records, size, r):
-    """(pointers to records r:r + CHUNK of every list, whether there is one)."""
+    """(pointers to records r:r + CHUNK of every list, mask of existing records)."""
     slot = r + tl.arange(0, CHUNK)[None, None, :]
     return records[:, :, None] + slot * (records.shape[0] * 8), slot < size[:, :, None]
 
 
 @triton.jit
 def _list_chunk(records, size, r, m, factor, d):
-    """u = max(x - d, 0) of records r:r + CHUNK of every list, of both scores; 0 beyond the end."""
+    """u = max(x - d, 0) of both scores of records r:r + CHUNK of every list; 0 beyond the end."""
     at, live = _chunk(records, size, r)
     high, low = unpack(tl.load(at, mask=live, other=NO_SCORES))
     m, factor, d = m[:, None, None], factor[:, None, None], d[:, None, None]
@@ -166,19 +167,18 @@ def _list_chunk(records, size, r, m, factor, d):
 @compiled_first
 @relaunched
 @triton.jit
-def broad_kernel(
+def large_support_kernel(
     q_desc, k_desc, x, spans, largest, scratch, lists, flags, reference, shift, total,
     TRAINING: tl.constexpr, SLOTS: tl.constexpr, LATE: tl.constexpr, MINE: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Programs stride over the flagged blocks of BM rows: thresholds and supports of broad rows.
+    """Programs stride over the flagged blocks of BM rows and compute thresholds and supports of large-support rows.
 
-    Row i of a block has its entries, column << 32 | bits of u = max((alpha - 1) z - tau, 0), from
-    starts[i] of the block's BM * SLOTS on: rows follow each other, so that long ones live off short
-    ones. counts[i] = -1 where the row is left, reference and shift then being its maximum and a lower
-    bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
-    records a program, none of which has a 4 GiB boundary inside. MINE: at least as many as a program has
-    blocks.
+    The entries of row i of a block, column << 32 | bits of u = max((alpha - 1) z - tau, 0), start at
+    starts[i] of the block's BM * SLOTS slots: rows are packed, so that long rows use the slots of short
+    ones. counts[i] = -1 for a fallback row, whose reference and shift then are its maximum and a lower
+    bound of tau - reference. flags[block] = SOLVED + the number of fallback rows. scratch: BM * 4 * LIST
+    records per program, not crossing a 4 GiB boundary. MINE: upper bound of a program's number of blocks.
     """
     BM: tl.constexpr = C.BM
     KIND: tl.constexpr = C.KIND
@@ -215,22 +215,22 @@ def broad_kernel(
             for n in tl.range(0, fulls, num_stages=C.STAGES):
                 s = full_scores(run, full_tile + n, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
-            # Full tiles are enough for a bound where they are most of a block's.
+            # If most of a block's tiles are full, these are enough for a bound.
             early = tl.where(fulls < 2 * mixed, mixed, 0)
             for n in tl.range(0, early, num_stages=1):
                 s, _first = mixed_scores(run, n, NEG_INF, SPANS, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
-            # In the lists' layout: a bound in another would take every tile's scores along.
+            # In the lists' layout: with a bound in another layout, every tile's scores would be converted.
             class_x, class_y = split_lanes(top, BM)
             best = _best(class_x, class_y)
-            # Written so that NaN is left: its row's way is the block passes'.
+            # Written so that a row with NaN falls back to the block passes.
             wanted = (best > NEG_INF) & (best < POS_INF) & (i < run.head.last_row)
             bound, filled = _bound(
                 class_x, class_y, best[:, None], factor[:, None], beta[:, None], KIND, 4
             )
             wanted = wanted & (tl.sum(filled, 1) <= FILLED)
             if C.FINITE_FILL or C.HAS_BIAS:
-                # A key that was not seen may be in the support.
+                # A key that is not visible may be in the support.
                 wanted = wanted & (tl.sum(bound, 1) > run.most)
             limit = tl.where(wanted[:, None], bound, FAR) + none.to(tl.float32)
             some = tl.max(wanted.to(tl.int32), 0)
@@ -328,10 +328,10 @@ def broad_kernel(
 
 @relaunched
 @triton.jit
-def gather_left(flags, counts, left, earlier, Lq, BM: tl.constexpr, CHUNK: tl.constexpr):
-    """Program (head, block): the block's rows that are left, after those of the head's earlier blocks.
+def gather_fallback(flags, counts, fallback, earlier, Lq, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Program (head, block) appends the block's fallback rows to those of the head's earlier blocks.
 
-    left[bh] lists rows in ascending order, earlier[bh, t] says how many come before block t.
+    fallback[bh] lists rows in ascending order; earlier[bh, t] is the number of them before block t.
     """
     blocks = tl.cdiv(Lq, BM)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -348,4 +348,4 @@ def gather_left(flags, counts, left, earlier, Lq, BM: tl.constexpr, CHUNK: tl.co
         i = block * BM + tl.arange(0, BM)
         out = (tl.load(counts + bh * Lq + i, mask=i < Lq, other=0) < 0).to(tl.int32)
         place = before + tl.cumsum(out, 0) - out
-        tl.store(left + bh * Lq + place, i, mask=out != 0)
+        tl.store(fallback + bh * Lq + place, i, mask=out != 0)
