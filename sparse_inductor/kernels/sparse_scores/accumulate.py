@@ -1,14 +1,14 @@
-"""Scores of a chunk of documents for one query, added up in integers (GPUSparse, section 4.2, made exact).
+"""Integer scores of a chunk of documents for one query (GPUSparse, section 4.2, made exact).
 
 A posting is one int32: the weight as a signed 19-bit fraction of the collection's largest, then 13 bits of the
 document's place in its chunk. A query weight is an int32 fraction of the query's sum. The high half of their product,
 made odd, is added to the document's int32 accumulator. Integer additions commute: whatever order the threads come in,
 the bits are the same.
 
-Accumulators live in shared memory (accumulate.cu), or in a scratch row of global memory that stays in L2: the portable
-way, which the interpreter runs too.
+Accumulators are in shared memory (accumulate.cu), or for the portable kernel, which also runs in the interpreter, in a
+scratch row of global memory that stays in L2.
 
-The kernels here find candidates; `sparse_scores.search` proves the set and rescores it exactly.
+These kernels find candidates; `sparse_scores.search` proves that they suffice and rescores them exactly.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..common.cuda import CudaKernel
 from ..common.launch import relaunched
 
 CHUNK_BITS = 13
-# 32 KiB of accumulators: at most 48 KiB of shared memory are given unasked.
+# 32 KiB of accumulators: more than 48 KiB of shared memory would need an attribute of the kernel.
 CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
 
-# Words from one query's count of candidates to the next, a line: additions to neighbours would wait for each other.
+# Words between the candidate counters of two queries, a cache line: atomics on the same line would be serialised.
 COUNTERS_APART = 32
 
 _APART = tl.constexpr(COUNTERS_APART)
@@ -39,15 +39,15 @@ shared_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "score_chunks", __
 
 @triton.jit
 def _contribution(posting, weight):
-    """The high half of the whole posting, the document's place being too small to matter, times the weight; made odd,
-    so that what is positive stays so."""
+    """The high half of posting * weight; the document's bits in the posting are too small to matter. It is made odd, so
+    that a positive contribution is not 0."""
     return ((posting.to(tl.int64) * weight.to(tl.int64)) >> 32).to(tl.int32) | 1
 
 
 @triton.jit
 def kth_largest(x, k, STEPS: tl.constexpr):
-    """The k-th largest of non-negative int32, by bisection from the largest down; after fewer than 31 steps a lower
-    bound of it, 2^-STEPS of the largest away. 0 where there are not k."""
+    """The k-th largest of non-negative int32 by bisection; with fewer than 31 steps a lower bound of it, within
+    2^-STEPS of the largest. 0 if there are fewer than k."""
     width = tl.max(x, axis=0) + 1
     found = 0
     for _ in range(STEPS):
@@ -59,7 +59,7 @@ def kth_largest(x, k, STEPS: tl.constexpr):
 
 @triton.jit
 def place_of_term(i, long, n, L):
-    """Where term i of n stands in its query's row of L: long ones first, the others at the end."""
+    """Place of term i of n in its query's row of L: long ones at the start, the others at the end."""
     return tl.where(i < long, i, L - n + i)
 
 
@@ -71,8 +71,8 @@ def portable_kernel(
     CHUNK: tl.constexpr, LONG: tl.constexpr, LISTS: tl.constexpr, WIDTH: tl.constexpr,
     READ: tl.constexpr, RANKED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """What `score_chunks` of accumulate.cu does, with accumulators in a row of `scratch` [programs, CHUNK]; programs
-    stride over (chunk, query) pairs."""
+    """`score_chunks` of accumulate.cu with accumulators in a row of `scratch` [programs, CHUNK]; programs stride over
+    (chunk, query) pairs."""
     me = tl.program_id(0)
     programs = tl.num_programs(0)
     acc = scratch + me.to(tl.int64) * CHUNK
@@ -87,8 +87,8 @@ def portable_kernel(
         my_terms = terms + q.to(tl.int64) * L
         my_weights = weights + q.to(tl.int64) * L
         tl.debug_barrier()
-        # Bounds are loaded anew in every iteration: a scalar that is carried over only to be the lower bound of an
-        # inner loop is dropped by Triton 3.6 and 3.7.
+        # Bounds are loaded in every iteration: Triton 3.6 and 3.7 drop a carried scalar that is only used as the lower
+        # bound of an inner loop.
         for j in range(0, long):
             t = tl.load(my_terms + j)
             w = tl.load(my_weights + j)
@@ -113,14 +113,14 @@ def portable_kernel(
                 place = acc + (x & _ID_MASK)
                 tl.atomic_add(place, _contribution(x, w[:, None]), mask=here, sem="relaxed")
         tl.debug_barrier()
-        # .cg: the additions were made in L2, a line in L1 may be older
+        # .cg: atomics update L2, so that a line in L1 may be stale
         if RANKED:
             place = tl.arange(0, RANKED)
             score = tl.load(acc + place, cache_modifier=".cg")
             doc = tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
             score = tl.where(tl.load(deleted + doc, mask=score > 0, other=0) != 0, 0, score)
-            # 12 steps: within 2^-12 of the largest score, which lets some in a hundred more through, for a third of the
-            # time
+            # 12 steps: within 2^-12 of the largest score, so that a few per cent more documents reach the threshold, in
+            # a third of the time
             tl.store(threshold + q, tl.maximum(kth_largest(score, rank, 12), 1))
             tl.store(found + q * _APART, 0)
         else:

@@ -1,8 +1,7 @@
 """The best documents by their scores: the largest first, equal ones by lowest id, NaN above all numbers.
 
-Of a few documents in one launch, in which every score counts those that come before it: so many comparisons are worth
-it while they take the GPU less time than a selection takes the host. Of more by a selection among int64 keys, a block
-of documents at a time.
+For few documents one launch suffices, in which every score counts the scores before it: these comparisons take less
+time than the host needs for a selection. For more documents, keys are selected one block of documents after the other.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from .sort import LOWEST, doc_of, score_of
 _LOWEST = tl.constexpr(LOWEST)
 _NAN = tl.constexpr(0x7FC00000)  # every NaN, above infinity
 
-# Comparisons at a time: 32 a thread of 4 warps.
+# Comparisons per step: 32 a thread of 4 warps.
 _BLOCK, _OTHERS = 64, 64
-# Comparisons of all queries: some 10 us of an H200, of which a sort and its keys take a host 200.
+# Most comparisons of all queries: about 10 us on an H200, where keys and a sort take the host 200 us.
 _COMPARED = 1 << 26
-# Documents of a query: one program goes past all of them.
+# Most documents of a query: every program reads all of them.
 _DOCUMENTS = 1 << 12
 
-
-# Scores and queries of a tile whose keys are made; scores lie by document, keys by query.
+# Documents and queries per tile of `_keys_kernel`, which transposes: scores are document-major, keys query-major.
 _TILE, _QUERIES = 64, 32
 _RESULTS = 1024
 
 
 @triton.jit
 def _key_of(x, id_):
-    """Scores as keys that sort with the lower id first."""
+    """Scores as keys, ordered with the lower id first."""
     x = x.to(tl.float32)
     return _key(tl.where(x != x, _NAN, _ordered(x)), id_)
 
@@ -53,9 +51,10 @@ def _keys(scores, at, N, stride):
 def _rank_kernel(
     scores, best, ids, N, k, stride_q, stride_n, BLOCK: tl.constexpr, OTHERS: tl.constexpr
 ):
-    """Program (q, part), parts fastest: BLOCK scores of a query, each written to its place among the first k, if any.
+    """Program (q, part), parts fastest, writes those of BLOCK scores of a query that are among the k best to their
+    places.
 
-    Reads all N scores of the query; keys are all different, so that every place is taken once.
+    Reads all N scores of the query. Keys are distinct, so that every place is written once.
     """
     parts = tl.cdiv(N, BLOCK)
     q = (tl.program_id(0) // parts).to(tl.int64)
@@ -76,7 +75,7 @@ def _rank_kernel(
 def _keys_kernel(
     scores, keys, N, B, first, stride_q, stride_n, TILE: tl.constexpr, QUERIES: tl.constexpr
 ):
-    """keys [B, N] of the scores of documents first, first + 1, ...: 8 bytes each."""
+    """keys [B, N] = keys of the scores of documents first, first + 1, ..."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     q = (tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
     here = (at < N)[:, None] & (q < B)[None, :]
@@ -90,7 +89,7 @@ def _keys_kernel(
 @relaunched
 @triton.jit(do_not_specialize=["total"])
 def _results_kernel(keys, best, ids, total, BLOCK: tl.constexpr):
-    """What keys were made of."""
+    """Write the scores and ids of keys."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + at, mask=at < total, other=0)
     tl.store(best + at, score_of(key).to(best.dtype.element_ty), mask=at < total)
@@ -116,8 +115,7 @@ def search(
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best [B, k] of scores [B, N], of any strides, as `aten.top.best_of` has them: in the dtype of the scores,
-    and int64 ids."""
+    """(scores, int64 ids) [B, k] of the k best of scores [B, N], any strides, ordered as by `aten.top.best_of`."""
     B, N = scores.shape
     found, ids = _results(scores, B, k)
     with torch.cuda.device_of(scores):
@@ -130,7 +128,7 @@ def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def selected(
     parts: Iterable[tuple[int, torch.Tensor]], k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over parts (first id, scores [B, n]), at least one; holds one part's keys and k a query."""
+    """As `best`, over at least one part (first id, scores [B, n]). Holds the keys of one part and k keys per query."""
     kept = None
     for first, scores in parts:
         keys = _keys_of(scores, first)

@@ -1,11 +1,11 @@
-"""Checksums that tell whether tensors hold what they held before, in the time that reading them takes.
+"""Checksums that detect whether tensors have changed, in the time of reading them.
 
     sums[s] = sum over 64-bit words w of (low(w) + a) * (high(w) + b)  mod 2^64,   s = 0, 1
 
-a and b are random numbers of 32 bits for each place in a tile, to which a multiple of the tile's number is added (NH of
-UMAC, a universal hash). Whatever changes, one sum stays the same by a chance of 2^-32, both by one of 2^-64.
+a and b are random 32-bit numbers for each place in a tile, to which a multiple of the tile's number is added (NH of
+UMAC, a universal hash). For any change, one sum is unchanged with probability 2^-32, both with 2^-64.
 
-One launch reads all tensors; its last program writes the sums where the host can read them.
+One launch reads all tensors; its last program writes the sums to pinned memory of the host.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 
 from ..common.launch import relaunched, sm_count
 
-# Programs on an SM, and their warps: enough reads under way. Of 100,000 x 128 entries 62 us on an H100 (66 by three,
-# 67 to 74 by one that has two or four tiles at a time); on a stream of its own, beside the search, it ends later, and
+# (programs per SM, warps), enough loads in flight: 62 us for 100,000 x 128 entries on an H100 (66 with three programs,
+# 67 to 74 with one that has two or four tiles at a time). On a separate stream, beside the search, it ends later, and
 # the host waits for it.
 _PROGRAMS, _WARPS = 4, 8
 _TENSORS = 4
@@ -25,8 +25,8 @@ _COUNTER = tl.constexpr(2 * _TENSORS + 1)
 
 
 def buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one checksum at a time is made in: totals, int64, 0 before and after; and result, which the host reads: two
-    sums of each tensor, then how many weights of the query are not finite."""
+    """(totals, result) for one checksum at a time. totals: int64, 0 before and after. result: in host memory, two sums
+    per tensor, then the number of the query's weights that are not finite."""
     size = 2 * _TENSORS + 1
     result = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(size + 1, dtype=torch.int64, device=device), result
@@ -34,7 +34,7 @@ def buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def _add(data, words, keys, totals, TILE: tl.constexpr, WIDE: tl.constexpr):
-    """Adds the sums of tiles pid, pid + num_programs, ...; words of less than 64 bits (not WIDE) are low halves."""
+    """Add the sums of tiles pid, pid + num_programs, ...; unless WIDE, words are the low halves of 64-bit words."""
     if words > 0:
         at = tl.arange(0, TILE)
         a = tl.load(keys + 2 * at).to(tl.uint32, bitcast=True)
@@ -99,9 +99,9 @@ def checksum(
     result: torch.Tensor,
     keys: torch.Tensor,
 ) -> None:
-    """Have a GPU write the `result` of `buffers`, for tensors whose elements lie without gaps and a query in fp32.
+    """Launch the computation of `result` (see `buffers`) for dense tensors and a query in fp32.
 
-    keys: int32 [2, words of a tile, 2], random.
+    keys: random int32 [2, words of a tile, 2].
     """
     device, tile = keys.device, keys.shape[1]
     words = [None if t is None else _words(t) for t in (first, second, third, fourth)]

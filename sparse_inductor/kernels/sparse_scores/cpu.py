@@ -1,7 +1,7 @@
-"""What searching a `SparseIndex` on a CPU does in C++: a quarter of the time of ATen's operations, with the same bits.
+"""Search of a `SparseIndex` on a CPU in C++: a quarter of the time of ATen's operations, with bitwise equal results.
 
-The source is compiled once a machine, by the C++ compiler that torch.compile needs, in a thread of its own: whoever
-searches meanwhile, or where there is no compiler, is served by ATen (`sparse_inductor.ops.index_search`).
+The source is compiled once per machine, by the C++ compiler that torch.compile needs, in a background thread. Until it
+is compiled, or without a compiler, ATen computes the search (`sparse_inductor.ops.index_search`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ log = logging.getLogger("sparse_inductor")
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 
-# The ids of allowed documents are listed where no more than one in so many is: every second would still gain.
+# The ids of allowed documents are listed if at most one document in _FEW is allowed.
 _FEW = 4
-_PART = 1 << 19  # words that a thread adds up at a time: 4 MiB
+_PART = 1 << 19  # words per task of a checksum: 4 MiB
 
 _library: ctypes.CDLL | None = None
 
 
 def ready(wait: bool = False, worth_compiling: bool = True) -> bool:
-    """Whether `Segments` can be searched; the first question where that is worth compiling has it compiled, and any
-    that finds it compiled before has it loaded. wait: answer when that has ended."""
+    """Whether `Segments` can be searched. The first call with worth_compiling starts the compilation; any call loads a
+    library that was compiled earlier. wait: return after that."""
     if _library is None and (worth_compiling or _compiled_before()):
         compiling = _begin()
         if wait:
@@ -56,10 +56,10 @@ def _begin() -> threading.Thread:
 
 
 class Segments:
-    """Segments of documents in the form in which C++ reads them.
+    """Segments of documents as the C++ functions read them.
 
-    postings: three tensors a segment: offsets int64 [V + 1], docs int32, weights fp32. counts: documents of each.
-    barred: bool, the documents of all segments that are in no result.
+    postings: three tensors per segment, offsets int64 [V + 1], docs int32, weights fp32. counts: documents per segment.
+    barred: bool, the documents of all segments that must not be in a result.
     """
 
     def __init__(self, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor) -> None:
@@ -70,7 +70,7 @@ class Segments:
         ]
         self._lists = torch.tensor(lists, dtype=torch.int64, device="cpu")
         N = barred.numel()
-        live = N - np.count_nonzero(barred.numpy())  # a tenth of the time of ATen's
+        live = N - np.count_nonzero(barred.numpy())  # takes a tenth of ATen's time
         allowed = None
         if live * _FEW <= N:
             assert _library is not None
@@ -79,9 +79,9 @@ class Segments:
         self._held = postings, None if live == N else barred, allowed
 
     def search(self, queries: Tensor, segments: range, keys: Tensor, finite: Tensor) -> None:
-        """Fill keys [b, k] (`sparse_inductor.aten.top`) with those of the k best documents of some segments for each of
-        the queries, fp32 [b, V], in descending order, and behind the last with the least int64; and finite [b], bool,
-        with which queries are: of the others nothing is found.
+        """Write the keys [b, k] (`sparse_inductor.aten.top`) of the k best documents of some segments for queries fp32
+        [b, V], in descending order, padded with the least int64; and finite [b], bool, whether a query is finite,
+        without which it has no results.
         """
         assert _library is not None
         first = self.first[segments.start]
@@ -96,7 +96,7 @@ class Segments:
 
 
 def checksum(t: Tensor, keys: Tensor) -> tuple[int, int]:
-    """The sums of a tensor's bytes, whose elements lie without gaps; see `sparse_scores.checksum`."""
+    """The two sums of a dense tensor's bytes; see `sparse_scores.checksum`."""
     assert _library is not None
     add, data, key = _library.sparse_index_checksum, t.data_ptr(), keys.data_ptr()
     bytes_, words = t.numel() * t.element_size(), keys.shape[1]
@@ -116,7 +116,7 @@ def _load() -> None:
     global _library
     try:
         library = compiled(SOURCE, *FLAGS, depends_on=_processor())
-    except Exception as error:  # no compiler, no folder to write to: ATen serves
+    except Exception as error:  # without a compiler or a writable folder, ATen is used
         log.debug("the search of a SparseIndex is not compiled: %s", error, exc_info=True)
         return
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -134,7 +134,7 @@ def _load() -> None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a home folder may be that of many machines."""
+    """The processor's flags, on which `-march=native` depends: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

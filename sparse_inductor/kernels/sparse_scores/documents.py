@@ -1,8 +1,8 @@
-"""Exact scores, document by document: each gathers its terms' query weights and adds them up, in one fixed order.
+"""Exact scores per document: sums of its terms' gathered query weights, in a fixed order.
 
     out[n, b] = sum over the entries p of document n of values[p] * table[ids[p], b]
 
-No atomics: the bits are the same on every run. Portable Triton; the interpreter runs it too.
+Without atomics, results are bitwise repeatable. Portable Triton, which also runs in the interpreter.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton.language as tl
 
 from ..common.launch import relaunched
 
-# Scores of one block, and so its keys and what `topk` makes of them: 16 + 32 MiB and about as much again.
+# Scores per block, which takes 16 MiB, with keys 32 MiB, and about as much again in `topk`.
 BLOCK = 1 << 22
-_FEW = 4  # queries up to which a tile of documents for one query at a time wastes less than a row of queries
+_FEW = 4  # most queries for which a tile of documents per query wastes less than a row of queries per document
 
 
 @triton.jit
 def _ids(ids, at, mask, V, UNSIGNED16: tl.constexpr):
-    """Term ids, negative ones counted from the end; what is outside [0, V) is V, which counts nothing."""
+    """Term ids, negative ones counted from the end; V, which adds nothing, for ids outside [0, V)."""
     t = tl.load(ids + at, mask=mask, other=0).to(tl.int32)
     if UNSIGNED16:
         t = t & 0xFFFF
@@ -49,7 +49,7 @@ def _rows_kernel(
     table, offsets, ids, values, out, first, count, B, L, V,
     PADDED: tl.constexpr, UNSIGNED16: tl.constexpr, BB: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """A program owns out[n, b0:b0 + BB]: it reads BB weights of `table` [V + 1, B] an entry."""
+    """A program computes out[n, b0:b0 + BB], reading BB weights of `table` [V + 1, B] per entry."""
     n = tl.program_id(0)
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     start, end = _bounds(offsets, first + n, L, PADDED)
@@ -70,7 +70,7 @@ def _few_kernel(
     table, offsets, ids, values, out, first, count, B, L, V, stride_t, stride_b,
     PADDED: tl.constexpr, UNSIGNED16: tl.constexpr, WIDE: tl.constexpr, DOCS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A program owns out[b, n0:n0 + DOCS]: WIDTH entries of DOCS documents at a time. Sums are in fp64 if WIDE."""
+    """A program computes out[b, n0:n0 + DOCS], WIDTH entries of DOCS documents at a time; sums in fp64 if WIDE."""
     n = tl.program_id(0) * DOCS + tl.arange(0, DOCS)
     b = tl.program_id(1)
     inside = n < count
@@ -92,8 +92,8 @@ def _few_kernel(
 
 
 def table_of(query: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Queries [B, V] as `score_rows` wants them, [V, B] or more rows: themselves where they are few, else in rows that
-    lie together, in the dtype of the sums, with a row of 0 for what counts nothing."""
+    """Queries [B, V] as the table of `score_rows`: a view [V, B] if they are few, else a contiguous [V + 1, B] in the
+    dtype of the sums, whose last row, for invalid ids, is 0."""
     if query.shape[0] <= _FEW:
         return query.t()
     query = query.to(torch.float64 if wide else torch.float32)
@@ -111,11 +111,11 @@ def score_rows(
     num_terms: int,
     wide: bool,
 ) -> torch.Tensor:
-    """Scores [count, B] of the documents first, first + 1, ..., rounded once from fp32, or fp64 if `wide`. Those of few
-    queries lie query by query.
+    """Scores [count, B] of the documents first, first + 1, ..., rounded once from fp32, or fp64 if `wide`. For few
+    queries the result is column-major.
 
-    table: of `table_of`, for queries of `num_terms` terms. ids and values [nnz] with offsets [N + 1], or padded [N, L]
-    with offsets None. int16 ids are unsigned.
+    table: from `table_of`, for queries of `num_terms` terms. ids and values [nnz] with offsets [N + 1], or padded [N,
+    L] with offsets None. int16 ids are unsigned.
     """
     V, B = num_terms, table.shape[1]
     few = B <= _FEW
@@ -145,8 +145,8 @@ def score_rows(
 def _by_row(
     rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, num_docs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coordinates as (offsets, ids, values). Sorted ones are left where they are, which takes one look by the host;
-    while a CUDA graph is captured none is possible, and they are sorted."""
+    """Coordinates as (offsets, ids, values). Sorted coordinates are not copied, which the host has to check with a
+    synchronisation; while a CUDA graph is captured they are always sorted."""
     rows = torch.where(rows < 0, rows + num_docs, rows)
     capturing = rows.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or bool((rows[1:] < rows[:-1]).any()):
@@ -167,7 +167,7 @@ def blocks(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first document, scores [B, n]) for blocks of the documents of `sparse_scores`'s arguments.
 
-    Term ids and rows that are out of range count nothing: looking for them would stop the GPU.
+    Term ids and rows that are out of range add nothing: checking them would synchronise with the GPU.
     """
     wide = torch.float64 in (query.dtype, values.dtype)
     table, V = table_of(query, wide), query.shape[1]

@@ -1,4 +1,4 @@
-"""The best of several processes' best: lists that are sorted already, merged by counting who stands before whom."""
+"""Merge of several processes' sorted results: the place of a key is the number of larger keys in all lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOWEST = tl.constexpr(LOWEST)
 @relaunched
 @triton.jit(do_not_specialize=["total", "first"])
 def _keys_kernel(scores, ids, keys, total, first, BLOCK: tl.constexpr):
-    """Keys of results: scores fp32 and ids int64, of which others have `first` before; LOWEST where there is none."""
+    """Keys of results, scores fp32 and ids int64 to which `first` is added; LOWEST if there is no result."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < total
     id_ = tl.load(ids + at, mask=here, other=-1)
@@ -26,7 +26,7 @@ def _keys_kernel(scores, ids, keys, total, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _before(row, key, k, DEPTH: tl.constexpr):
-    """How many keys of a descending row [k] are larger."""
+    """Number of larger keys in a descending row [k]."""
     low = tl.zeros(key.shape, tl.int32)
     high = low + k
     for _ in range(DEPTH):
@@ -42,9 +42,9 @@ def _before(row, key, k, DEPTH: tl.constexpr):
 def _merge_kernel(
     keys, own, scores, ids, B, k, WORLD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Program (q, r): writes what list r has of query q's k best, each at its place among all.
+    """Program (q, r) writes the keys of list r that are among query q's k best to their places.
 
-    keys [WORLD, B, k], all different but for LOWEST. own: this process's scores, NaN where the query is not finite.
+    keys [WORLD, B, k], distinct except for LOWEST. own: this process's scores, NaN if the query is not finite.
     """
     q = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1)
@@ -74,7 +74,7 @@ def _merge_kernel(
 
 
 def keys(scores: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """int64 keys [B, k] of a process's results, which sort as (score, lowest id first) among all processes'."""
+    """int64 keys [B, k] of a process's results, comparable among processes; first: the id of its first document."""
     out = torch.empty_like(ids)
     with torch.cuda.device_of(scores):
         if out.numel():
@@ -85,7 +85,7 @@ def keys(scores: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def merged(keys: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and ids [B, k] of the best among keys [world, B, k]; own: this process's scores [B, k]."""
+    """(scores, ids) [B, k] of the best among keys [world, B, k]. own: this process's scores [B, k]."""
     world, B, k = keys.shape
     scores = torch.empty(B, k, dtype=torch.float32, device=keys.device)
     ids = torch.empty(B, k, dtype=torch.int64, device=keys.device)

@@ -1,7 +1,7 @@
-"""Exact scores from the rows: of a query's candidates, and of all documents where candidates prove nothing.
+"""Exact scores from the rows: of a query's candidates, and of all documents for queries without a proof.
 
-A score is an fp64 sum over the document's row, rounded once to fp32. Scores and ids travel as one int64 key that sorts
-as (score, lower id first).
+A score is an fp64 sum over the document's row, rounded once to fp32. Score and id are one int64 key, ordered as (score,
+lower id first).
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from .sort import write_best
 
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
-_TICKETS = tl.constexpr(1 << 13)  # of a turn: one a part, and one a program that finds none left
+_TICKETS = tl.constexpr(
+    1 << 13
+)  # tickets per turn: one per part, and one per program that finds no part
 
-# What rescore.cu knows of a query by a filter: terms of 16 bits.
+# Most terms for which rescore.cu has a filter of a query's terms.
 FILTERED_UP_TO = 1 << 16
-READ_ANYHOW = 128  # terms that it reads whether a row has them or not, four rounds of 32
-RANKED_UP_TO = 1024  # keys of a query that its block writes in order
+READ_ANYHOW = 128  # terms per row that it reads unconditionally, in four rounds of 32
+RANKED_UP_TO = 1024  # most keys of a query that its block writes in order
 filtered_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "rescore", __name__)
 
 
 @triton.jit
 def _ordered(score):
-    """fp32 as an int32 that sorts the same way; -0 as 0."""
+    """fp32 as an int32 with the same order; -0 equals 0."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -41,7 +43,7 @@ def _key(ordered, doc):
 
 @triton.jit
 def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr):
-    """(scale, zero) of 8-bit documents: of the last chunk that begins at or before them."""
+    """(scale, zero) of 8-bit documents, which are those of the last chunk that begins at or before them."""
     low = tl.zeros([N], tl.int32)
     high = tl.zeros([N], tl.int32) + chunks
     for _ in range(DEPTH):
@@ -54,7 +56,7 @@ def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.conste
 
 @triton.jit
 def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNED16: tl.constexpr):
-    """Terms and fp32 weights of rows; 0 and 0 where there is none."""
+    """(terms, fp32 weights) of rows; 0 where `some` is off."""
     t = tl.load(terms + at, mask=some, other=0).to(tl.int32)
     if UNSIGNED16:
         t = t & 0xFFFF
@@ -71,12 +73,11 @@ def rescore_kernel(
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr,
     BITS: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exact scores of the kept documents of a query; programs (q, part), each of which takes every part-th lot of DOCS.
-    BITS: members [B, V / 32] says which terms a query has. LEFT: counts in progress[2] the queries whose best are left
-    to be written.
+    """Program (q, part) computes exact scores of the kept documents of query q, DOCS at a time. BITS: members [B, V /
+    32] is the mask of a query's terms. LEFT: count in progress[2] the queries whose answers remain to be written.
 
-    Reads the terms of the rows (2 bytes an entry) once a kept document, and weights where the query has the term;
-    writes 8 bytes each.
+    Reads the terms of a kept document's row (2 bytes per entry) once, and the weights of the query's terms; writes 8
+    bytes per document.
     """
     q = tl.program_id(0).to(tl.int64)
     query += q * V
@@ -90,8 +91,8 @@ def rescore_kernel(
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
-        # Not loaded an iteration ahead: where the bound of the loop over entries depends on what is carried over,
-        # Triton 3.6 keeps the first iteration's.
+        # Not loaded an iteration ahead: Triton 3.6 keeps the first iteration's bound of the loop over entries if that
+        # depends on a carried value.
         doc = tl.load(kept + i, mask=here, other=0)
         start = tl.load(offsets + doc)
         length = tl.where(here, tl.load(offsets + doc + 1) - start, 0).to(tl.int32)
@@ -99,8 +100,8 @@ def rescore_kernel(
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
             scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
-        # A row is one warp's, 32 entries at a time; three times as many are under way at once.
-        # Entries are the first axis, which Triton lets lanes run along where it cannot tell which is better.
+        # A warp reads one row, 32 entries at a time, with 96 in flight. Entries are the first axis, along which Triton
+        # places lanes if no axis is contiguous.
         acc = tl.zeros([32, DOCS], tl.float64)
         for j in range(0, tl.max(length, axis=0), 96):
             for u in tl.static_range(3):
@@ -111,7 +112,7 @@ def rescore_kernel(
                     terms, weights, at, some, scale[None, :], zero[None, :], BYTES, UNSIGNED16
                 )
                 if BITS:
-                    # A query's bits stay in L1; of its row a sector is read for each term that is in it.
+                    # A query's mask stays in L1; a sector of its row is read per term that it has.
                     word = tl.load(members + (t >> 5), mask=some, other=0)
                     some = some & (((word >> (t & 31)) & 1) != 0)
                 x = tl.load(query + t, mask=some, other=0.0)
@@ -125,7 +126,7 @@ def rescore_kernel(
 
 @triton.jit
 def _drawn(progress, ticket, turn):
-    """A ticket: the one there is, unless that is of a turn before."""
+    """`ticket`, or a new one if that belongs to an earlier turn."""
     if ticket < turn * _TICKETS:
         tl.atomic_max(progress, turn * _TICKETS, sem="relaxed")
         ticket = tl.atomic_add(progress, 1, sem="relaxed")
@@ -134,7 +135,7 @@ def _drawn(progress, ticket, turn):
 
 @triton.jit
 def _next_drawn(progress):
-    """The next ticket, now that what the last one stood for is done."""
+    """Mark the last ticket's part as done and draw the next ticket."""
     tl.debug_barrier()
     tl.atomic_add(progress + 1, 1, sem="acq_rel")
     return tl.atomic_add(progress, 1, sem="relaxed")
@@ -142,7 +143,7 @@ def _next_drawn(progress):
 
 @triton.jit
 def _all_done(progress, turn, parts):
-    """Wait until all parts of this turn and those before are done."""
+    """Wait until all parts of this turn and of earlier ones are done."""
     while tl.atomic_add(progress + 1, 0, sem="acquire") < (turn + 1) * parts:
         pass
     tl.debug_barrier()
@@ -150,7 +151,7 @@ def _all_done(progress, turn, parts):
 
 @triton.jit
 def _next_unproved(status, after, B):
-    """The first query from `after` on whose answer is not proved."""
+    """The first query from `after` on without a proof."""
     found = _NONE
     for b in range(0, B, 1024):
         q = b + tl.arange(0, 1024)
@@ -166,8 +167,8 @@ def _score_everything(
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The keys of the k best of all documents for the queries of status 1: see `everything_kernel`. Returns the ticket
-    that is left, and the turn that comes."""
+    """Write the keys of the k best of all documents for queries with status 1: see `everything_kernel`. Returns (the
+    unused ticket, the next turn)."""
     parts = tl.num_programs(0)
     span = tl.cdiv(N, parts)
     g = tl.arange(0, GROUP)
@@ -329,22 +330,22 @@ def everything_kernel(
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
     SORTED: tl.constexpr, SMALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
+    """Exact answers from all documents for queries with status 1; returns at once if there are none.
 
-    One launch, in a CUDA graph, too, and without a look by the host. Work goes in turns, each of as many parts as there
-    are programs, and a turn begins when all parts of the one before are done. A program draws its parts (progress: the
-    tickets drawn, the parts done), so that what it waits for is in the hands of programs that run: nothing is asked of
-    how many run at once, where a cooperative launch would wait for the whole GPU to be free, every time.
+    It is one launch without host synchronisation, also in a CUDA graph. The work consists of turns with as many parts
+    as there are programs; a turn begins when all parts of the previous one are done. Programs draw parts as tickets
+    (progress: tickets drawn, parts done), so that a program only waits for parts of programs that are running: the
+    number of resident programs does not matter, whereas a cooperative launch would wait for the whole GPU to be free.
 
-    GROUP queries go together: their weights lie side by side in `table` [V, GROUP], so that an entry gathers one sector
-    for all. A part is a range of the documents, scored into `scores` [GROUP, N]; the k-th best score is found bit by
-    bit, counts [32, GROUP]; documents above it, and of those equal to it the lowest, are written to keys, at places
-    that follow from every part's part_counts [programs, 2].
-    SORTED: these answers, and all others that rescoring has left, are written, too; progress[2] says how many.
+    GROUP queries are computed together: their weights are neighbours in `table` [V, GROUP], so that an entry gathers
+    one sector for all. A part is a range of documents, scored into `scores` [GROUP, N]; the k-th best score is found
+    bit by bit with counts [32, GROUP]; documents above it, and the lowest of those equal to it, are written to keys, at
+    places computed from all parts' part_counts [programs, 2]. SORTED: also write these answers and those that rescoring
+    has not written; progress[2] is their number.
     """
     wait_for_previous(PDL)
     if SORTED:
-        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # most often not
+        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # rarely
     else:
         left = True
     if left:

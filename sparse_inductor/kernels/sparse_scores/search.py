@@ -1,15 +1,15 @@
-"""Search of an index on a GPU: candidates by integer scores, the set proved, the candidates rescored exactly.
+"""Search of an index on a GPU: candidates by integer scores, a proof that they suffice, and exact rescoring.
 
     1. Queries become lists of (term, integer weight), long posting lists first, with a bound on the integer error.
-    2. A sample of documents from all over the collection gives a threshold that about k documents, and some, reach.
+    2. A sample of documents from the whole collection gives a threshold that somewhat more than k documents reach.
     3. All chunks are scored; documents that reach the threshold are appended to their query's candidates.
-    4. The k-th best candidate less twice the error bound is a proved limit: nobody below it can be among the k best.
-       Candidates above are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by lowest id.
-    5. A query of which nothing is proved (too many candidates, or too few although there are matches enough, or a limit
-       below the threshold) is answered by exact scores of all documents, in a launch that else does nothing. In a large
-       batch that is also where the few queries are sorted which the rescoring kernel does not sort itself.
+    4. The k-th best candidate less twice the error bound is a proved limit: no document below it is among the k best.
+       Candidates above it are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by lowest id.
+    5. A query without a proof (too many candidates, too few although there are enough matches, or a limit below the
+       threshold) is answered by exact scores of all documents, in a launch that otherwise does nothing. In a large
+       batch, that launch also sorts the few queries that the rescoring kernel does not sort itself.
 
-The [B, N] scores never exist. Launches have shapes that depend on sizes alone, and the host never looks.
+The [B, N] scores are never stored. Launches depend on sizes alone, without a host synchronisation.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ from .rescore import (
 from .select import select_kernel
 from .sort import sort_kernel
 
-LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
+LISTS = 11  # number of a `Packed`'s tensors before the rows
 
 _APART = tl.constexpr(COUNTERS_APART)
 _UNIT = tl.constexpr(2.0 ** (32 - CHUNK_BITS) / WEIGHT_STEPS)
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
 
-# Candidates of a query are selected and sorted by one program: 4 k and 2 k of them, in registers.
+# Largest k: one program selects and sorts a query's candidates, 4 k and 2 k of them, in registers.
 _MOST_K = 2048
-# One chunk of sampled documents for so many chunks: three per cent more postings.
+# One chunk of sampled documents per _SAMPLED chunks: 3 % more postings.
 _SAMPLED = 32
-# Queries that go together: their candidates take 64 MiB and more.
+# Most queries per batch of launches: their candidates take 64 MiB and more.
 _MOST_QUERIES = 2048
-# A query of more terms is scored by the rows.
+# Most terms of a query; one with more is scored by the rows.
 _MOST_TERMS = 4096
-# Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
+# Bytes for the exact scores of all documents for some queries at a time: the larger part of a search's memory.
 _EVERYTHING_BYTES = 80 << 20
-# Programs on an SM that score everything, and warps of each: two fit in where all of what ran before has
-# ended. The interpreter runs one after the other; one program could do it all.
+# (programs per SM, warps) of `everything_kernel`: two fit once the preceding kernels have ended. The interpreter runs
+# programs one after the other, so that one program must be able to compute everything.
 _EVERYTHING = (2, 8)
 _EVERYTHING_ELSEWHERE = (2, 32)
-# Weights of a query read at a time, by so many warps: 8 a thread of four programs an SM, or of one that has an SM to
-# itself, where there are no more of them than SMs.
+# (weights of a query that are read at a time, warps): 8 per thread, for four programs per SM, or for one if there are
+# no more programs than SMs.
 _READ = (2048, 8)
 _READ_ALONE = (8192, 32)
-# Postings in a chunk from which a list is walked on its own.
+# Postings per chunk from which on a list counts as long.
 _LONG_LIST = 192
-# Weights in C++; fp16 by its bits.
+# C++ types of weights; fp16 by its bits.
 _STORED = {torch.float32: "float", torch.float16: "unsigned short", torch.uint8: "unsigned char"}
 
 
@@ -101,7 +101,7 @@ class Chunks:
         return self.bases.numel()
 
     def first(self, chunks: int) -> Chunks:
-        """The first of them."""
+        """The first `chunks` chunks."""
         end = int(self.bases[chunks]) if chunks < self.count else self.post.numel()
         return Chunks(
             self.post[:end], self.offsets[:chunks], self.bases[:chunks], self.docs[:chunks]
@@ -110,12 +110,12 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """What `pack` makes; `search` gets its tensors in this order."""
+    """The result of `pack`, whose tensors `search` takes in this order."""
 
     chunks: Chunks
     sample: Chunks
-    is_long: torch.Tensor  # int32 [V / 32], a bit a term: whether its lists are walked one by one
-    df: torch.Tensor  # int64 [V], documents a term
+    is_long: torch.Tensor  # int32 [V / 32], a bit per term: whether its lists count as long
+    df: torch.Tensor  # int64 [V], documents per term
     extremes: (
         torch.Tensor
     )  # fp64 [2]: the largest weight, which is a fraction of 1, and the least, or 0
@@ -142,11 +142,11 @@ class Packed:
 def pack(
     segments: Sequence[Any], num_terms: int, kept: int = 0, old: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
-    """The tensors of a `Packed` for an index's segments, on their device; a segment at a time.
+    """The tensors of a `Packed` for an index's segments, on their device; one segment after the other.
 
-    4 bytes a posting and 4 (V + 1) a chunk, a thirtieth of that again for the sample, and the rows in one piece. The
-    chunks of the first `kept` segments are taken over from `old`, unless a larger weight has come that changes the
-    fraction all weights are kept as.
+    Takes 4 bytes per posting and 4 (V + 1) per chunk, a thirtieth of that again for the sample, and the rows in one
+    tensor. The chunks of the first `kept` segments are taken from `old`, unless a new largest weight changes the unit
+    of all integer weights.
     """
     device = segments[0].offsets.device if segments else torch.device("cuda")
     new = segments[kept:]
@@ -170,7 +170,7 @@ def pack(
         parts.append(before.chunks.first(chunks))
         scales.append(before.scales[:chunks])
         gone = before.offsets.numel() - 1 - first
-        if gone:  # the last segment is made anew: its terms are counted again
+        if gone:  # the last segment is packed again: subtract its old terms
             start = int(before.offsets[first])
             ids = before.terms[start : int(before.offsets[-1])].long() & (
                 0xFFFF if num_terms <= 1 << 16 else -1
@@ -222,7 +222,7 @@ def _chunked(
     for c in range(count):
         offsets[c] = (starts[c * V : (c + 1) * V + 1] - bases[c]).int()
     fraction = values[order].double() * (WEIGHT_STEPS / largest if largest else 0.0)
-    # Never 0: a document that matches has a positive score where all weights are positive.
+    # Never 0: a match has a positive score if all weights are positive.
     fraction = torch.where((fraction > 0) & (fraction < 1), 1.0, fraction.round())
     post = (fraction.long() << CHUNK_BITS) | (rows[order] & (CHUNK_DOCS - 1))
     docs = torch.arange(count, device=device, dtype=torch.int32) * CHUNK_DOCS
@@ -244,12 +244,12 @@ def _joined(parts: Sequence[Chunks], V: int, device: torch.device) -> Chunks:
 
 
 def sampled(N: int) -> tuple[int, int]:
-    """(chunks, documents in each) of the sample of a collection; none of less than two chunks."""
+    """(chunks, documents in each) of a collection's sample; (0, 0) for fewer than two chunks."""
     chunks = -(-N // CHUNK_DOCS)
     if chunks < 2:
         return 0, 0
-    # One chunk is enough for a small collection, a twenty-fifth of the documents; a large one has a second, wider look,
-    # of four chunks at least: fewer would leave the number of candidates at the mercy of some fifty documents.
+    # One chunk is enough for a small collection, a twenty-fifth of the documents. A large one has a second, wider
+    # sample, of at least four chunks: with fewer, the number of candidates would depend on some fifty documents.
     if chunks <= _SAMPLED:
         return 1, min(CHUNK_DOCS, max(N // 25, CHUNK_DOCS // 8))
     return max(4, chunks // _SAMPLED), CHUNK_DOCS
@@ -258,7 +258,7 @@ def sampled(N: int) -> tuple[int, int]:
 def _sample(
     segments: Sequence[Any], N: int, V: int, largest: float, device: torch.device
 ) -> Chunks:
-    """Chunks of documents taken at even steps from the whole collection, each chunk itself such a sample."""
+    """Documents at even steps of the whole collection, as chunks that are such samples themselves."""
     count, size = sampled(N)
     if not count:
         return _joined([], V, device)
@@ -303,16 +303,16 @@ def _prepare_kernel(
     query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
     slots, progress, members, V, L, BLOCK: tl.constexpr, SORTED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program a query: reads its V weights once, writes its terms, 8 bytes each, and sets up what the other kernels
-    count in.
+    """A program per query: reads its V weights once, writes its terms, 8 bytes each, and initialises the counters of
+    the other kernels.
 
-    Terms of long lists are terms[q, :long_counts], the others the last ones of the row, where they are SORTED; else all
-    count as long. They come in any order, which sums of integers do not depend on: a counter gives each its place,
-    where a scan would wait for all threads. BITS: members [B, V / 32] tells the terms there are.
+    If SORTED, terms with long lists are terms[q, :long_counts] and the others the last ones of the row; else all count
+    as long. Their order is not deterministic, which does not change sums of integers: an atomic counter gives each its
+    place, where a scan would wait for all threads. BITS: write members [B, V / 32], the mask of a query's terms.
 
-    status: 0; 1 where integers cannot be trusted or there are more than L terms; 2 where a weight is NaN or infinite.
-    margin: twice the error bound of an integer score, in its units of `unit`. positive: whether no weight of query and
-    index is negative. counts are 0 but for status 0.
+    status: 0; 1 if integer scores cannot be trusted or there are more than L terms; 2 if a weight is NaN or infinite.
+    margin: twice the error bound of an integer score, in units of `unit`. positive: whether no weight of query and
+    index is negative. counts are 0 unless status is 0.
     """
     q = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -358,16 +358,17 @@ def _prepare_kernel(
         w = tl.load(raw + place, mask=i + at < stored, other=0, cache_modifier=".cg")
         sum_ += tl.sum(tl.abs(w.to(tl.float32, bitcast=True)).to(tl.float64), axis=0)
     sound = sum_ < float("inf")
-    # Scores that overflow fp32, or lose bits to denormal numbers, are equal where integers differ.
+    # Scores that overflow fp32, or are denormal, may be equal although the integers differ.
     most = sum_ * tl.load(extremes)
     trusted = (most < 1e38) & ((most > 1e-24) | (most == 0)) & (terms_of <= L)
     usable = (sound & trusted).to(tl.int32)
-    # The power of two, by its bits, that takes the sum just below MAX_SUM: scaling by it is exact.
+    # The power of two, by its bits, that scales the sum to just below MAX_SUM: scaling by it is exact.
     bits = tl.where((usable != 0) & (sum_ > 0), sum_, 1.0).to(tl.int64, bitcast=True)
     biased = -((bits >> 52) & 0x7FF) + (2 * 1023 + _SUM_BITS - 1)
     scale = (biased << 52).to(tl.float64, bitcast=True)
-    # Each term: 1 by the shift and 1/4 by the rounded query weight. A step of every document weight, 2^-19 of the
-    # query's sum: half by rounding, half by never rounding to 0. As much again by the bits of the document's place.
+    # Errors: per term 1 from the shift and 1/4 from the rounded query weight; 2^-19 of the query's sum from a step of
+    # every document weight, half from rounding and half from never rounding to 0; as much again from the document's
+    # bits.
     bound = 1.25 * terms_of + sum_ * scale * (2.0 / (1 << 19)) + 2.0
     tl.store(margin + q, (2.0 * tl.where(usable != 0, bound, 0.0)).to(tl.int32) + 1)
     tl.store(status + q, tl.where(sound, tl.where(trusted, 0, 1), 2))
@@ -375,7 +376,7 @@ def _prepare_kernel(
     tl.store(positive + q, (tl.min(least, axis=0) >= 0) & (tl.load(extremes + 1) >= 0))
     tl.store(counts + q, terms_of * usable)
     tl.store(long_counts + q, all_long * usable)
-    # Threshold 1: without a sample every document with a positive score is a candidate.
+    # Threshold 1 makes every document with a positive score a candidate, if there is no sample.
     tl.store(threshold + q, 1)
     tl.store(found + q * _APART, 0)
     tl.store(found + q * _APART + 1, 0)
@@ -393,7 +394,7 @@ def _prepare_kernel(
 @relaunched
 @triton.jit
 def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.constexpr):
-    """One program a query: raise its threshold to the score of rank `rank` among the sampled candidates."""
+    """A program per query: raise its threshold to the score of rank `rank` among the sampled candidates."""
     q = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.load(found + q * _APART), capacity)
     at = tl.arange(0, BLOCK)
@@ -407,14 +408,14 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
 
 
 def _uses_shared(device: torch.device) -> bool:
-    """Whether the kernels in CUDA C++ run here: an NVIDIA GPU from Volta on, whose shared memory adds integers
-    natively."""
+    """Whether the CUDA C++ kernels can run: an NVIDIA GPU from Volta on, with native integer atomics in shared
+    memory."""
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= (7, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scratch:
-    """Per-query state between the launches: 8 bytes a term of the longest query allowed, 8 a candidate."""
+    """Per-query state between the launches: 8 bytes per term of the longest query, 8 bytes per candidate."""
 
     terms: torch.Tensor
     weights: torch.Tensor
@@ -440,7 +441,7 @@ class _Scratch:
     def of(
         B: int, L: int, capacity: int, room: int, members: int, device: torch.device
     ) -> _Scratch:
-        """members: how many terms the queries' bits tell of."""
+        """members: number of terms of the queries' bit masks."""
         new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=device)
         names = (
             "counts",
@@ -451,7 +452,7 @@ class _Scratch:
             "threshold",
             "kept_counts",
         )
-        # Rows begin at 16 bytes whatever B is: Triton compiles a kernel anew for pointers that do not.
+        # Rows are aligned to 16 bytes for any B: Triton compiles a kernel again for other alignments.
         numbers = new(len(names), -(-B // 4) * 4)[:, :B]
         return _Scratch(
             terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
@@ -462,7 +463,8 @@ class _Scratch:
 
 
 def rank_in_sample(expected: float, k: int) -> int:
-    """The rank to take as threshold where `expected` of the k best are expected in a sample: five deviations safe."""
+    """The rank in a sample whose score is the threshold, if `expected` of the k best are expected in the sample; safe
+    by five standard deviations."""
     return min(k, math.ceil(expected + 5 * math.sqrt(expected) + 8))
 
 
@@ -477,11 +479,10 @@ def search(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 scores and int64 ids [B, k] of the best documents; see `SparseIndex.search`.
 
-    query fp32 [B, V]. `shared` chooses between the shared-memory kernels and the portable ones (default: by the
-    machine). Without `proved` the integer scores are the answer, near but not exact: what exactness costs is measured
-    against that.
+    query fp32 [B, V]. shared: use the shared-memory kernels instead of the portable ones (default: if the GPU can).
+    proved: False returns the integer scores, which are approximate, to measure the time that exactness takes.
 
-    The host never waits for the GPU, so that it can all be captured in a CUDA graph.
+    There is no host synchronisation, so that the search can be captured in a CUDA graph.
     """
     p = Packed.of(tensors)
     B = query.shape[0]
@@ -517,9 +518,9 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     B, V = query.shape
     N = p.offsets.numel() - 1
     k = scores.shape[1]
-    # The threshold lets 1.3 k to 2.4 k documents through, and for a small k some hundreds.
+    # 1.3 k to 2.4 k documents reach the threshold, for a small k some hundreds.
     capacity = max(2048, triton.next_power_of_2(3 * k))
-    # All matches of a query and k documents besides, or the k best and some that may be as good.
+    # Room for all matches of a query and k further documents, or for the k best and some near them.
     room = triton.next_power_of_2(max(2 * k, k + 24))
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
     alone = query.is_cuda and sm_count(query.device) >= B
@@ -534,7 +535,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     share = sampled(N)[1] / N
     rank = rank_in_sample(k * share, k)
     run(p.sample, 1, rank, listed=True)
-    # The threshold lets through about rank / share: where that is too many, all sampled documents give a better one.
+    # About rank / share documents reach the threshold: if these are too many, all sampled documents give a better one.
     if rank / share > 2.2 * k and p.sample.count > 1:
         better = rank_in_sample(k * share * p.sample.count, k)
         run(p.sample, p.sample.count, listed=True)
@@ -567,8 +568,8 @@ def _rescore(
     ids,
     starts: dict[str, bool],
 ) -> bool:
-    """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved; whether
-    their answers are written already."""
+    """Compute the exact keys of kept documents, and of the best of all documents for queries without a proof. Returns
+    whether the answers are written, too."""
     B, V = query.shape
     N = p.offsets.numel() - 1
     room = s.kept.shape[1]
@@ -579,8 +580,8 @@ def _rescore(
     }  # fmt: skip
     aligned = (p.terms.data_ptr() | p.weights.data_ptr()) % 16 == 0  # rows are read in vectors
     filtered = shared and V <= FILTERED_UP_TO and aligned
-    # Every program sets a filter up, a microsecond: no more of them than run at once, four blocks an SM; 16 documents
-    # at a time each.
+    # Every block initialises a filter, which takes a microsecond: no more blocks than run at once, four per SM, with 16
+    # documents at a time each.
     slots = 4 * sm_count(query.device) if query.is_cuda else 1
     parts = max(
         1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
@@ -616,8 +617,8 @@ def _rescore(
 
 
 def _ranks(filtered: bool, parts: int, k: int) -> bool:
-    """Whether `filtered_kernel` writes the answers of most queries, and `everything_kernel` those of the others: where
-    the only part of a query has them all, and some documents more than k, as are mostly kept, are not too many."""
+    """Whether `filtered_kernel` writes the answers of most queries, and `everything_kernel` those of the others: if
+    each query has one part, and somewhat more than k documents, the usual number, can be ranked."""
     return filtered and parts == 1 and k + 24 <= RANKED_UP_TO
 
 
@@ -648,7 +649,7 @@ def _score(
 
 
 def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
-    """All documents' exact scores, a block at a time, and the best of them; a query that is not finite gets NaN."""
+    """The best by exact scores of all documents, one block after the other; a query that is not finite gets NaN."""
     table, V = documents.table_of(query, True), query.shape[1]
     score_rows = documents.score_rows if launches(query) else _score_rows
     sound = torch.isfinite(query).all(1, keepdim=True)
@@ -671,7 +672,7 @@ def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
 
 
 def _score_rows(table, offsets, ids, values, first, count, out_dtype, V, wide) -> torch.Tensor:
-    """`documents.score_rows` by ATen, of rows with offsets."""
+    """`documents.score_rows` by ATen, for rows with offsets."""
     offsets = offsets[first : first + count + 1]
     here = slice(int(offsets[0]), int(offsets[-1]))
     terms = ids[here].long()
@@ -682,7 +683,7 @@ def _score_rows(table, offsets, ids, values, first, count, out_dtype, V, wide) -
 
 
 def _bytes_block(score_rows, table, V: int, p: Packed, first: int, n: int) -> torch.Tensor:
-    """8-bit weights are spread out to fp32 for a block of documents."""
+    """Scores of a block of documents whose 8-bit weights are converted to fp32."""
     offsets = p.offsets[first : first + n + 1]
     start, end = int(offsets[0]), int(offsets[-1])
     docs = torch.arange(first, first + n, device=offsets.device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Which candidates of a query may be among its k best, and whether that is proved."""
+"""Selection of the candidates that may be among a query's k best, and whether that is proved."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ def select(
     q, candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
     BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
-    """The documents that may be among the k best of query q, and whether that is proved. Returns how many.
+    """Write the documents that may be among the k best of query q to `kept`, in any order; returns their number.
 
-    Where fewer than k documents match at all, the first k documents there are come along: they score 0 or are among
-    the matches. Reads 8 bytes a candidate, writes 4 a document kept, in any order. status: 1 where nothing is proved.
-    Without PROVED the k best by their integers are the answer: keys are written.
+    If fewer than k documents match, the first k documents are kept, too: they score 0 or are among the matches. Reads 8
+    bytes per candidate, writes 4 per kept document. status becomes 1 if it is not proved that these suffice. Without
+    PROVED the keys of the k best by their integer scores are written instead.
     """
     n = tl.load(found + q * _APART)
     at = tl.arange(0, BLOCK)
     mine = candidates + q * capacity
     stored = tl.minimum(n, capacity)
     score = (tl.load(mine + at, mask=at < stored, other=0) >> 32).to(tl.int32)
-    # All candidates reach the threshold: 12 steps from there, within 2^-12 of what is between it and the largest, let
-    # some in a thousand more through.
+    # All candidates reach the threshold. 12 steps from there end within 2^-12 of the range between it and the largest,
+    # so that a few in a thousand more are kept.
     least = tl.load(threshold + q)
     kth = least - 1 + kth_largest(tl.maximum(score - least + 1, 0), k, 12)
     all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
     if PROVED:
-        # fp32 rounding may make scores equal that differ by an ulp, 2^-23 of them.
+        # Rounding to fp32 may make scores equal that differ by an ulp, a relative 2^-23.
         limit = kth - tl.load(margin + q) - (kth >> 22) - 1
     else:
         limit = kth
     keep = (score >= limit) & (at < stored)
-    # A counter gives each its place: a scan of all, with its barriers, took longer than all the rest.
+    # An atomic counter gives each its place: a scan of all, with its barriers, takes longer than everything else.
     counter = found + q * _APART + 1
     place = tl.atomic_add(counter + tl.zeros([BLOCK], tl.int32), 1, mask=keep, sem="relaxed")
     x = tl.load(mine + at, mask=keep, other=0)
@@ -80,7 +80,7 @@ def select_kernel(
     candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
     BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`select`, a program a query. PDL: `rescore_kernel` starts while this ends."""
+    """`select` with a program per query. PDL: `rescore_kernel` starts while this kernel ends."""
     let_next_start(PDL)
     q = tl.program_id(0).to(tl.int64)
     select(

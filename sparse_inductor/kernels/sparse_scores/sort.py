@@ -1,6 +1,6 @@
-"""The k best of a query's keys in order, as scores and ids.
+"""Sorting of a query's k best keys, written as scores and ids.
 
-A key is an int64 that sorts as (score, lower id first).
+A key is an int64 ordered as (score, lower id first).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ..common.launch import relaunched
 from ..common.pdl import wait_for_previous
 from .accumulate import COUNTERS_APART
 
-LOWEST = -(1 << 63)  # the key of no document
+LOWEST = -(1 << 63)  # stands for no document
 _LOWEST = tl.constexpr(LOWEST)
 _APART = tl.constexpr(COUNTERS_APART)
 
 
 @triton.jit
 def score_of(key):
-    """The score that a key was made of."""
+    """The score of a key."""
     ordered = (key >> 32).to(tl.int32)
     bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.to(tl.float32, bitcast=True)
@@ -27,13 +27,13 @@ def score_of(key):
 
 @triton.jit
 def doc_of(key):
-    """The document that a key was made of."""
+    """The document of a key."""
     return 4294967295 - (key & 4294967295)
 
 
 @triton.jit
 def _write(key, place, wanted, unit, scores, ids, PROVED: tl.constexpr):
-    """Write the scores and ids that keys stand for."""
+    """Write the scores and ids of keys."""
     if PROVED:
         value = score_of(key)
     else:
@@ -48,7 +48,7 @@ def _write(key, place, wanted, unit, scores, ids, PROVED: tl.constexpr):
 def _write_sorted(
     mine, many, twice, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr
 ):
-    """Write keys [SIZE] in order. Where documents may have come twice, two equal keys count once."""
+    """Write keys [SIZE] in order. twice: documents may occur twice; of equal keys one is kept."""
     at = tl.arange(0, SIZE)
     key = tl.sort(tl.load(mine + at, mask=at < many, other=_LOWEST), descending=True)
     if twice:
@@ -64,9 +64,9 @@ def _write_sorted(
 def _write_ranked(
     mine, many, twice, unit, counters, begins, moved, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr
 ):  # fmt: skip
-    """Write keys [many], each at its rank: SIZE buckets of equal width, and a count of the larger ones in its own. To
-    sort takes 55 exchanges for a thousand keys, and twenty seconds to compile. Where documents may have come `twice`,
-    a turn before strikes one of two equal keys out.
+    """Write keys [many], each at its rank: a bucket sort with SIZE buckets of equal width, in which a key counts the
+    larger ones of its bucket. (tl.sort takes 55 exchange steps for a thousand keys and compiles for twenty seconds.)
+    twice: documents may occur twice; a first round removes one of two equal keys.
 
     counters and begins int32 [SIZE], moved int64 [SIZE] are scratch.
     """
@@ -79,21 +79,21 @@ def _write_ranked(
         score = key >> 32
         high = tl.max(tl.where(here, score, -2147483648), axis=0)
         low = tl.min(tl.where(here, score, 2147483647), axis=0)
-        # The power of two, by the exponent of what they span, that makes no more than SIZE buckets of it.
+        # The least power of two, from the exponent of the range, as a width that gives at most SIZE buckets.
         bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
         shift = tl.maximum(bits - (SIZE.bit_length() - 1), 0).to(tl.int64)
         bucket = tl.where(here, (high - score) >> shift, 0)
         tl.debug_barrier()
         place = tl.atomic_add(counters + bucket, 1, mask=here, sem="relaxed")
         tl.debug_barrier()
-        # .cg: the additions were made in L2
+        # .cg: atomics update L2
         count = tl.load(counters + at, cache_modifier=".cg")
         tl.store(begins + at, tl.cumsum(count, axis=0) - count)
         tl.debug_barrier()
         begin = tl.load(begins + bucket, mask=here, other=0)
         tl.store(moved + begin + place, key, mask=here)
         tl.debug_barrier()
-        # Bucket by bucket from here on, so that neighbours read and write the same lines.
+        # From here on keys are in the order of buckets, so that neighbouring threads access the same lines.
         here = at < tl.sum(here.to(tl.int32), axis=0)
         key = tl.load(moved + at, mask=here, other=_LOWEST)
         bucket = tl.where(here, (high - (key >> 32)) >> shift, 0)
@@ -126,13 +126,13 @@ def write_best(
     q, keys, kept_counts, status, unit, found, counters, begins, moved, scores, ids, k,
     SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
-    """The k largest keys of query q in order; NaN and -1 where it is not finite, nothing where its count is -1: then
-    `filtered_kernel` has written them.
+    """Write the k largest keys of query q in order; NaN and -1 if the query is not finite; nothing if its count is -1,
+    where `filtered_kernel` has written the answer.
 
-    Most often hardly more than k keys are kept: SMALL of them take half the time. counters, begins [B, ROOM] int32 and
-    moved [B, ROOM] int64 are scratch.
+    Usually hardly more than k keys are kept: sorting SMALL keys takes half the time. counters, begins [B, ROOM] int32
+    and moved [B, ROOM] int64 are scratch.
     """
-    # .cg: in `everything_kernel` another program may have written them
+    # .cg: in `everything_kernel` another program may have written the count
     many = tl.load(kept_counts + q, cache_modifier=".cg")
     mine = keys + q * ROOM
     best = scores + q * k
@@ -165,7 +165,7 @@ def sort_kernel(
     keys, kept_counts, status, unit, found, counters, begins, moved, scores, ids, k,
     SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`write_best`, a program a query."""
+    """`write_best` with a program per query."""
     wait_for_previous(PDL)
     q = tl.program_id(0).to(tl.int64)
     write_best(

@@ -1,24 +1,24 @@
-"""Backward of the SPLADE head: two sums of gathered rows, in an order that never changes.
+"""Backward of the SPLADE head: two sums of gathered rows, in a fixed order.
 
-The forward leaves, for each sequence b and vocabulary entry v, the position winner[b, v] whose logit won the max and
-that logit, peak[b, v]. Only that one product carries a gradient g[b, v] = grad[b, v] * program'(peak[b, v]), of the
-steps before and after the max with the winner's row operands:
+The forward saves, for each sequence b and vocabulary entry v, the position winner[b, v] of the largest logit and that
+logit, peak[b, v]. Only that logit has a gradient, g[b, v] = grad[b, v] * program'(peak[b, v]), where the program is the
+steps before and after the maximum with the winner's row operands:
 
     grad_hidden[b, winner[b, v], :] += g[b, v] * weight[v, :]
     grad_weight[v, :]               += g[b, v] * hidden[b, winner[b, v], :]
     grad_bias[v]                    += g[b, v]
 
-An entry is active if g is not 0 and somebody won. Each output row is owned by one program, which sums the rows of a
-list of active entries in list order: no float atomics, so results are bitwise repeatable. The lists are
+An entry is active if g is not 0 and there is a winner. One program computes an output row as the sum over a list of
+active entries in list order: without float atomics, results are bitwise repeatable. The lists are
 
-    by vocabulary entry   a list for each v, in order of b: a running count a column (`_list_by_entry`)
+    by vocabulary entry   a list for each v, in order of b: a running count per column (`_list_by_entry`)
     by position           a list for each b, in order of (winner, v): a stable counting sort in three kernels.
-                          `_sort_tiles` sorts tiles of the vocabulary, `_place_tiles` finds where each tile's run
-                          of a position goes, `_merge_tiles` moves the entries there. A vocabulary of one tile is
-                          in order once that is sorted
+                          `_sort_tiles` sorts tiles of the vocabulary, `_place_tiles` computes the destination of
+                          each tile's run of a position, `_merge_tiles` moves the entries there. A vocabulary of
+                          one tile needs only the first kernel
 
-A list has room for every entry, so sizes never depend on data: no host synchronisation, CUDA graphs work. The
-room is bounded instead by working through v, or b, in slabs (`_SCRATCH_BYTES`).
+A list has room for all entries, so that sizes do not depend on data: there is no host synchronisation, and CUDA graphs
+work. Memory is bounded by processing v, or b, in slabs (`_SCRATCH_BYTES`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from sparse_inductor.epilogue.steps import Program
 from sparse_inductor.kernels.common.epilogue import dual, dual_rows, encode, row_arguments
 from sparse_inductor.kernels.common.launch import relaunched
 
-# Scratch for lists, beside 2 bytes an entry of [B, V]: one slab's list, 8 bytes an entry, and its sort keys, 4.
+# Scratch for one slab's lists (8 bytes an entry) and sort keys (4 bytes), in addition to 2 bytes an entry of [B, V].
 _SCRATCH_BYTES = 40 << 20
-# Vocabulary entries a tile. At V = 30 522 and B = 320 twice as many take 0.26 ms longer to sort where all are active,
-# and 0.04 ms less where 2 % are. 8 warps hold 4 keys a thread.
+# Vocabulary entries per tile. At V = 30 522 and B = 320, tiles of twice the size take 0.26 ms longer to sort if all
+# entries are active, and 0.04 ms less if 2 % are. 8 warps hold 4 keys a thread.
 _TILE = 1024
 _SORT_WARPS = 8
-# Sequences and vocabulary entries a step of `_list_by_entry`: 32 entries are whole sectors of every operand; more
-# sequences cost registers, and with them the programs that hide each other's latency.
+# Sequences and vocabulary entries per step of `_list_by_entry`: 32 entries are whole sectors of every operand; more
+# sequences take registers, so that fewer programs hide each other's latency.
 _LIST = {"BB": 32, "BV": 32, "num_warps": 4}
-# Registers a thread of it: what steps after the maximum need, so that those before it, which few sequences have, cost
-# no program its place; 4 fit an SM.
+# Its limit of registers per thread: enough for the steps after the maximum. The steps before it, which few sequences
+# have, should not reduce the number of programs on an SM (4).
 _LIST_REGISTERS = 128
-# 256 columns are a 16-byte bf16 load a thread of one warp. Programs of one column block run together, and at D = 768
-# their third of the weight stays in L2, whose latency 8 rows in flight hide. A row of few entries is over before a
-# program has started, so each does 4; 8 leave too few programs to balance. No software pipelining: rows in flight do
-# the same with fewer registers.
+# 256 columns are one 16-byte bf16 load per thread of one warp. Programs of the same column block run at the same time,
+# and at D = 768 their third of the weight stays in L2, whose latency 8 rows in flight hide. A row with few entries
+# takes less time than starting a program, so that each has 4 rows; with 8 there are too few programs to balance. Rows
+# in flight replace software pipelining with fewer registers.
 _ROW = {"ROWS": 4, "R": 8, "BD": 256, "num_warps": 1, "num_stages": 1}
-# A position that wins this many entries would keep one warp busy longer than the rest of the GPU.
+# Entries from which on a position is hot: one warp would take longer for it than the rest of the GPU for all others.
 _HOT = 512
-# 128 rows of 128 bytes in flight in one program, and 12 programs a row at D = 768.
+# 128 rows of 128 bytes in flight per program, and 12 programs per hot position at D = 768.
 _HOT_ROW = {"R": 128, "BD": 64, "num_warps": 4, "num_stages": 1}
 
 
@@ -64,8 +64,8 @@ def _winner_and_gain(
 ):  # fmt: skip
     """Winner (int32) and gradient g (fp32) of entries (b, v), any shape; inactive entries get g = 0.
 
-    g = grad * STEPS'(peak), with the row operands of (b, winner). If MIXED, g = grad * FAST'(peak) where per_element[b]
-    is not set; `some`: whether it is for any of these b.
+    g = grad * STEPS'(peak), with the row operands of (b, winner). If MIXED, g = grad * FAST'(peak) for sequences
+    without per_element[b]; some: whether any of these b has it.
     """
     at = b.to(tl.int64) * V + v
     s = tl.load(winner + at, mask=mask, other=-1).to(tl.int32)
@@ -89,7 +89,7 @@ def _winner_and_gain(
 
 @triton.jit
 def _flag(flags, b, MIXED: tl.constexpr):
-    """flags[b], where they are mixed."""
+    """flags[b] if MIXED, else False."""
     flag = False
     if MIXED:
         flag = tl.load(flags + b) != 0
@@ -101,7 +101,7 @@ def _list_block(
     b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
     B, S, V, v_end, entries, gains, STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Appends the active entries of sequences b [BB, 1] to the lists of v [1, BV]; their new lengths."""
+    """Append the active entries of sequences b [BB, 1] to the lists of v [1, BV]; returns their new lengths."""
     s, g = _winner_and_gain(
         b, v, (b < B) & (v < v_end), True, grad, grad_stride_b, grad_stride_v, winner, peak,
         per_element, rows, row_strides, V, STEPS, FAST, MIXED,
@@ -122,10 +122,10 @@ def _list_by_entry(
     STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     BB: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Lists the active (b * S + winner, g) of each v in order of b.
+    """List the active (b * S + winner, g) of each v in order of b.
 
-    A program owns BV consecutive v of the slab [v0, v_end) and all b. It reads winner, peak and grad of its columns
-    once (2 + 4 + 4 bytes an entry) and writes 8 bytes an active entry, to slots [v - v0, 0..count) of [., B].
+    A program has BV consecutive v of the slab [v0, v_end) and all b. It reads winner, peak and grad of its columns
+    once (2 + 4 + 4 bytes per entry) and writes 8 bytes per active entry, to slots [v - v0, 0..count) of [., B].
     """
     v = v0 + tl.program_id(0) * BV + tl.arange(0, BV)[None, :]
     local = (v - v0).to(tl.int64)
@@ -133,7 +133,7 @@ def _list_by_entry(
     for b0 in range(0, B, BB):
         b = b0 + tl.arange(0, BB)[:, None]
         if MIXED:
-            # All of a step is in the branch: data that left it would be moved for either.
+            # The branch contains the whole step: its results would otherwise be moved on both sides.
             each = b0 + tl.arange(0, BB)
             some = tl.max(tl.load(per_element + each, mask=each < B, other=0).to(tl.int32), 0)
             if some != 0:
@@ -176,12 +176,12 @@ def _sort_tiles(
     STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, FEW: tl.constexpr, BS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Sorts the active entries of a tile by (winner, v) and counts them by winner.
+    """Sort the active entries of a tile by (winner, v) and count them by winner.
 
-    A program owns tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4 + 4
-    bytes an entry) and writes keys winner << LOG_T | (v - t T) (4 bytes an active entry) and, 4 bytes a position,
-    starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys. If it is ALONE,
-    the only tile, it writes the sequence's list, too: (v, g), 8 bytes an active entry, to slots of [., V].
+    A program has tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4 + 4
+    bytes per entry) and writes keys winner << LOG_T | (v - t T) (4 bytes per active entry) and, 4 bytes per position,
+    starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys. If ALONE, that is
+    with one tile, it also writes the sequence's list: (v, g), 8 bytes per active entry, to slots of [., V].
     """
     tile = tl.program_id(0)
     b = b0 + tile // tiles
@@ -196,7 +196,7 @@ def _sort_tiles(
     key = tl.where(active, (s << LOG_T) | j, 0x7FFFFFFF)
     n = tl.sum(active.to(tl.int32), 0)
     mine = keys + tile.to(tl.int64) * T
-    if n <= FEW:  # pack first: a bitonic sort costs T log^2 T, whatever it holds
+    if n <= FEW:  # compact first: a bitonic sort takes T log^2 T steps, however few keys there are
         tl.store(mine + tl.cumsum(active.to(tl.int32), 0) - 1, key, mask=active)
         tl.debug_barrier()
         i = tl.arange(0, FEW)
@@ -229,11 +229,12 @@ def _place_tiles(
     starts, offsets, hot, hot_stride, S, tiles,
     TILES: tl.constexpr, HOT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Turns the tiles' starts of a sequence into destinations in its list.
+    """Convert the tiles' starts of a sequence into destinations in its list.
 
-    A program owns one sequence. starts[t, s] becomes what added to an entry's index in the sorted tile t gives its
-    index in the list, if s won it; offsets[s] is where position s begins, offsets[S] the length; hot[0] is the number
-    of positions with at least HOT entries, hot[1:] are these. Reads and writes 4 bytes a (tile, position).
+    A program has one sequence. starts[t, s] becomes the difference between an entry's index in the list and its index
+    in the sorted tile t, for entries won by s; offsets[s] = start of position s in the list, offsets[S] = its length;
+    hot[0] = number of positions with at least HOT entries, hot[1:] = these. Reads and writes 4 bytes per (tile,
+    position).
     """
     b = tl.program_id(0)
     offsets += b.to(tl.int64) * (S + 1)
@@ -247,7 +248,7 @@ def _place_tiles(
         mask = (t < tiles) & (s[None, :] < S)
         first = tl.load(at, mask=mask, other=0)
         count = tl.load(at + 1, mask=mask, other=0) - first
-        tl.debug_barrier()  # a neighbour reads as `at + 1` what is overwritten below
+        tl.debug_barrier()  # `at + 1` is overwritten below by a neighbouring thread
         total = tl.sum(count, 0)
         begin = length + tl.cumsum(total, 0) - total
         tl.store(at, begin[None, :] + (tl.cumsum(count, 0) - count) - first, mask=mask)
@@ -268,9 +269,9 @@ def _merge_tiles(
     STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Moves a tile's sorted entries to their places in the list of the sequence, with their gradients.
+    """Move a tile's sorted entries, with their gradients, to their places in the list of the sequence.
 
-    A program owns one tile as in `_sort_tiles`. For each active entry it reads key and destination (4 + 4 bytes) and
+    A program has one tile, as in `_sort_tiles`. For each active entry it reads key and destination (4 + 4 bytes) and
     winner, peak and grad again, and writes (v, g), 8 bytes, to slots of [., V].
     """
     tile = tl.program_id(0)
@@ -295,7 +296,7 @@ def _merge_tiles(
 
 @triton.jit
 def _listed_rows(entries, gains, j, n, table, D, d):
-    """gains[j] * table[entries[j], d], fp32 [j, d]; zeros from slot n on and where the gain is 0."""
+    """gains[j] * table[entries[j], d], fp32 [j, d]; 0 from slot n on and where the gain is 0."""
     row = tl.load(entries + j, mask=j < n, other=0)
     g = tl.load(gains + j, mask=j < n, other=0.0)
     at = row[:, None].to(tl.int64) * D + d[None, :]
@@ -305,7 +306,7 @@ def _listed_rows(entries, gains, j, n, table, D, d):
 
 @triton.jit
 def _sum_listed_rows(entries, gains, n, table, D, d, R: tl.constexpr, BD: tl.constexpr):
-    """The sum of gains[j] * table[entries[j], d] over j < n in order, R rows in flight at a time."""
+    """Sum of gains[j] * table[entries[j], d] over j < n in order, with R rows in flight."""
     acc = tl.zeros([BD], tl.float32)
     for i in range(0, n, R):
         acc += tl.sum(_listed_rows(entries, gains, i + tl.arange(0, R), n, table, D, d), 0)
@@ -319,10 +320,10 @@ def _weight_rows(
     NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
     ROWS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """grad_weight[v] and grad_bias[v] from the list of v.
+    """Compute grad_weight[v] and grad_bias[v] from the list of v.
 
-    A program owns BD columns of ROWS consecutive v, one after the other. It reads 8 bytes and BD elements of `hidden`
-    an active entry and writes BD elements a row; the programs of the first columns write grad_bias.
+    A program has BD columns of ROWS consecutive v, one after the other. It reads 8 bytes and BD elements of `hidden`
+    per active entry and writes BD elements per row; the programs of the first columns write grad_bias.
     """
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     for k in range(ROWS):
@@ -350,10 +351,10 @@ def _hidden_rows(
     entries, gains, offsets, weight, grad_hidden, S, D, V, b0,
     HOT: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """grad_hidden[b, s] from the slots of position s in the list of b, unless they are HOT or more.
+    """Compute grad_hidden[b, s] from the slots of position s in the list of b, unless there are HOT or more.
 
-    A program owns BD columns of ROWS consecutive positions of one sequence, one after the other. It reads 8 bytes and
-    BD elements of `weight` an active entry and writes BD elements a row.
+    A program has BD columns of ROWS consecutive positions of one sequence, one after the other. It reads 8 bytes and
+    BD elements of `weight` per active entry and writes BD elements per row.
     """
     groups = tl.cdiv(S, ROWS)
     local = tl.program_id(0) // groups
@@ -362,7 +363,7 @@ def _hidden_rows(
     for k in range(ROWS):
         s = (tl.program_id(0) % groups) * ROWS + k
         begin = tl.load(offsets + s, mask=s < S, other=0)
-        n = tl.load(offsets + s + 1, mask=s < S, other=HOT) - begin  # beyond the last: left out too
+        n = tl.load(offsets + s + 1, mask=s < S, other=HOT) - begin  # beyond the last: skipped, too
         if n < HOT:
             at = local.to(tl.int64) * V + begin
             acc = _sum_listed_rows(entries + at, gains + at, n, weight, D, d, R, BD)
@@ -376,9 +377,9 @@ def _hot_hidden_rows(
     entries, gains, offsets, hot, hot_stride, weight, grad_hidden, S, D, V, b0, programs,
     R: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The rows that `_hidden_rows` leaves out: a program adds R rows side by side and then their sums.
+    """Compute the rows that `_hidden_rows` skips: R partial sums in parallel, then their sum.
 
-    A program owns BD columns of every `programs`-th hot row of one sequence; bytes as in `_hidden_rows`.
+    A program has BD columns of every `programs`-th hot row of one sequence; bytes as in `_hidden_rows`.
     """
     local = tl.program_id(0) // programs
     hot += local.to(tl.int64) * hot_stride
@@ -397,7 +398,7 @@ def _hot_hidden_rows(
 
 
 class _Shape:
-    """Sizes of one call and the tile sizes that follow from them."""
+    """Sizes of one call and its tile and slab sizes."""
 
     def __init__(self, B: int, S: int, D: int, V: int):
         self.B, self.S, self.D, self.V = B, S, D, V
@@ -412,7 +413,7 @@ class _Shape:
 
 
 def _slabs(n: int, size: int) -> Sequence[range]:
-    """[0, n) cut into the fewest ranges of at most `size`, of equal length but for the last."""
+    """Cut [0, n) into the fewest ranges of at most `size`, of equal length except for the last."""
     count = triton.cdiv(n, size)
     step = triton.cdiv(n, count)
     return [range(i, min(i + step, n)) for i in range(0, n, step)]
@@ -437,15 +438,15 @@ def backward(
 
     Args:
         grad: [B, V], any float dtype and strides.
-        hidden, weight, bias: [B, S, D], [V, D] and [V] or None, as the forward had them.
+        hidden, weight, bias: [B, S, D], [V, D] and [V] or None, as in the forward.
         winner: [B, V] signed integer; the position that won the max, or -1 where no gradient flows.
         peak: [B, V] fp32; the logit that won.
         outer: scalar steps after the max.
         inner: steps run on each logit before the max.
         rows: the operands of the row steps of `inner`, each [B, S] of any real or bool dtype and strides. They get no
             gradient.
-        per_element: [B] bool, which sequences ran `inner`; None: all. The others had the whole program after the
-            max, which is `outer_fast` (default `outer`).
+        per_element: [B] bool, the sequences that ran `inner`; None for all. The others ran `outer_fast` (default
+            `outer`) after the maximum instead.
         needs: which of the three gradients to compute; the others are returned as None.
 
     Returns:
@@ -519,7 +520,7 @@ def _grad_hidden(shape, source, programs, weight, grad_hidden):
     offsets = starts if alone else scratch(shape.slab_b, S + 1)
     entries, gains = scratch(shape.slab_b, V), scratch(shape.slab_b, V, dtype=torch.float32)
     hot = scratch(shape.slab_b, 1 + V // _HOT)
-    # A warp sums the entries of a tile in at most 128 steps: not worth another launch.
+    # A warp sums the entries of one tile in at most 128 steps: another launch would not pay.
     hot_programs = 0 if alone else min(V // _HOT, 8)
     tiles_padded = triton.next_power_of_2(tiles)
     for slab in _slabs(shape.B, shape.slab_b):

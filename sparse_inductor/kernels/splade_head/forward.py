@@ -6,10 +6,10 @@
 or, with steps `inner` before the maximum, max_s inner(hidden[b, s] . weight[v] + bias[v]) in place of
 peak[b, v], which is then the logit that won. The logits [B, S, V] never reach memory. The vocabulary is
 on the M side of the matrix product and the positions are on the N side, so that the maximum runs
-along the rows of an accumulator, which a warp holds whole.
+along the rows of an accumulator, each of which one warp holds.
 
-`forward` is the launcher. The kernel here is portable Triton and also runs in the interpreter;
-`splade_head.hopper` is the same reduction for Hopper GPUs, where it applies.
+`forward` launches the kernels. The kernel here is portable Triton and also runs in the interpreter;
+`splade_head.hopper` is the same reduction for Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ except ImportError:  # a Triton without Gluon, or with another Gluon
 
 NEG_INF = tl.constexpr(float("-inf"))
 
-# Multiplications, a few microseconds of a GPU, up to which what `splade_head.hopper` saves is less than what the launch
-# before it takes, which lists the positions.
+# Multiplications up to which the portable kernel is used: `splade_head.hopper` would save less than the launch takes
+# that lists its positions.
 FEW = 1 << 24
-# Flags of sequences a program looks at together: all of most batches.
+# Flags of sequences that a program loads at a time: all of most batches.
 _FLAGS = 1024
 
 
@@ -52,8 +52,8 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    # Whether steps on every element take a quarter of the positions at a time: the accumulator of a wgmma or mma
-    # fills half the registers, and what steps need for all of it at once would be spilled.
+    # Whether steps on every element process a quarter of the positions at a time: the accumulator of a wgmma or mma
+    # takes half of the registers, and steps on all of it at once would spill.
     quarters: bool = True
 
 
@@ -70,7 +70,7 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
 
 @triton.jit
 def _wanted(flags, b, B, WANT: tl.constexpr):
-    """1 for each of the sequences b whose flag is WANT, else 0."""
+    """1 for each sequence b whose flag is WANT, else 0."""
     return (tl.load(flags + b, mask=b < B, other=1 - WANT) == WANT).to(tl.int32)
 
 
@@ -85,7 +85,7 @@ def _how_many(flags, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth(flags, n, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
-    """The n-th, from 0, of the sequences whose flag is WANT, of which there are more; reads up to B bytes."""
+    """The n-th sequence, from 0, whose flag is WANT, which must exist; reads up to B bytes."""
     b = tl.arange(0, BLOCK)
     wanted = _wanted(flags, b, B, WANT)
     here = tl.sum(wanted, 0)
@@ -99,13 +99,13 @@ def _nth(flags, n, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """A tensor [A, 2n] as its halves [A, n]; no data moves where a thread holds both."""
+    """The halves [A, n] of a tensor [A, 2n]; no data moves if a thread holds both."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @triton.jit
 def _quarters(x):
-    """A tensor [A, 4n] as its quarters [A, n]."""
+    """The quarters [A, n] of a tensor [A, 4n]."""
     left, right = _halves(x)
     q0, q1 = _halves(left)
     q2, q3 = _halves(right)
@@ -127,7 +127,7 @@ def _best_of(
     INNER: tl.constexpr,
     WANT_WINNER: tl.constexpr,
 ):
-    """Logits z [BV, n] of positions s [n] through INNER into the running maximum, its position and its logit."""
+    """Update (maximum, its position, its logit) with INNER of the logits z [BV, n] of positions s [n]."""
     y = evaluate_rows(z, rows, row_strides, b, s[None, :], kept[None, :], INNER)
     y = tl.where(kept[None, :], y, NEG_INF)
     top = _top(y)
@@ -141,7 +141,7 @@ def _best_of(
 
 @triton.jit
 def _top(x):
-    """The maximum of each row, NaN where there is one: tl.max skips it on a GPU."""
+    """The maximum of each row; NaN if there is one, which tl.max ignores on a GPU."""
     top = tl.max(x, 1)
     return tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), top)
 
@@ -165,13 +165,13 @@ def _peak_kernel(
     WANT_WINNER: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, QUARTERS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns [BV] columns of one sequence at a time: values, winner, peak [b, v0:v0 + BV].
+    """A program computes BV columns of one sequence at a time: values, winner, peak [b, v0:v0 + BV].
 
-    For each tile of BS positions that holds a kept one it reads BV * D elements of weight and
-    BS * D of hidden, and for every tile 4 bytes of `add` a position; it writes BV values and, if
-    wanted, BV winners and 4 * BV bytes of peak. Programs stride over the owned tiles, sequences
-    fastest, so that programs running together share weight rows. If SELECTED, the sequences are
-    those with flags[b] == WANT, which each program looks for itself.
+    For each tile of BS positions with a kept one it reads BV * D elements of weight and BS * D of
+    hidden, and for every tile 4 bytes of `add` per position; it writes BV values and, if wanted, BV
+    winners and 4 * BV bytes of peak. Programs stride over the tiles, sequences fastest, so that
+    programs that run at the same time share weight rows. If SELECTED, only sequences with
+    flags[b] == WANT are computed, which each program finds itself.
     """
     sequences = _how_many(flags, B, WANT, BLOCK) if SELECTED else B
     blocks = tl.cdiv(V, BV)
@@ -236,13 +236,13 @@ def _peak_kernel(
                             )  # fmt: skip
                 else:
                     if (tl.min(plus, 0) != 0.0) | (tl.max(plus, 0) != 0.0):
-                        # A dropped position is dropped whatever it holds: NaN + -inf would be NaN.
+                        # A dropped position is dropped even if its logit is NaN: NaN + -inf is NaN.
                         acc = tl.where(plus[None, :] == NEG_INF, NEG_INF, acc + plus[None, :])
                     top = _top(acc)
                     if WANT_WINNER:
                         where = tl.where(top > best, _first(acc, top, s, S), where)
                     best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
-        # Nothing kept: before the bias, which may be -inf itself and has no say in that.
+        # Nothing kept: tested before the bias is added, which may be -inf.
         none = best == NEG_INF
         if HAS_BIAS and len(INNER) == 0:
             best += shift
@@ -272,7 +272,7 @@ def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False)
     tiles = B * triton.cdiv(V, tile.vocab)
     programs = tiles
     if hidden.device.type == "cuda":
-        # Two programs an SM hide each other's epilogue where shared memory lets both in.
+        # Two programs per SM, if they fit its shared memory, hide each other's epilogue.
         programs = 2 * sm_count(hidden.device)
     _peak_kernel[(min(tiles, programs),)](
         hidden, weight, bias, add, fill, *row_arguments(rows),
@@ -289,7 +289,7 @@ def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False)
 
 
 def _reduce(operands, outputs, outer, skip=None, positions=None):
-    """The path without `inner`, for all sequences or for those with skip[b] False."""
+    """The path without `inner`, for all sequences or those with skip[b] False."""
     hidden, weight = operands[:2]
     few = hidden.numel() * weight.shape[0] <= FEW
     if hopper is not None and not few and hopper.applies(hidden, weight, outer):
@@ -320,7 +320,7 @@ def forward(
     or None. Products accumulate in fp32; fp32 operands follow `torch.get_float32_matmul_precision`.
 
     add fp32 [B, S] or None: added to every logit of its position; -inf drops the position, and a
-    tile of dropped positions is not computed. fill fp32 [B] or None: what the dropped positions
+    tile of dropped positions is not computed. fill fp32 [B] or None: the value that dropped positions
     contribute to the maximum.
 
     Without `inner`, peak[b, v] = max_s (acc + add[b, s]) + bias[v] and
@@ -330,11 +330,11 @@ def forward(
     With `inner`, values are max(outer(y), fill[b]) of the maximum y = max_s inner(acc + bias[v]),
     element by element; `add` only drops. peak is the logit acc + bias[v] that gave the maximum, NaN
     where that is NaN. A row step reads its operand in rows, each [B, S] of any real or bool dtype
-    and strides. Where a bool tensor per_element [B] is given, only its True sequences are computed
-    so, and the others take the path without `inner`, with `outer_fast` for their outer program; both
-    are launched and each skips the other's sequences, without a host synchronisation.
+    and strides. With a bool tensor per_element [B], only its True sequences are computed this way; the
+    others take the path without `inner`, with `outer_fast` as their outer program. Both are launched,
+    and each skips the other's sequences, without a host synchronisation.
 
-    positions: what `classify` says of `add`, if it is known already.
+    positions: the result of `classify` for `add`, if available.
 
     winner: position of the first maximum, in `winner_dtype`, a signed integer that holds S - 1; -1 where
     fill[b] exceeds the value or no position is kept. peak fp32. Both are None without a
@@ -363,7 +363,7 @@ def forward(
         elif per_element is None:
             _launch(operands, outputs, outer, inner, rows)
         else:
-            # Nearly all sequences of nearly all batches: first, so that the host is not waited for.
+            # First, since it computes nearly all sequences of nearly all batches while the host launches the other one.
             _reduce(operands, outputs, outer_fast, per_element, positions)
             _launch(operands, outputs, outer, inner, rows, per_element, True)
     return outputs

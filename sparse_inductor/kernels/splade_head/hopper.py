@@ -1,15 +1,15 @@
 """The SPLADE head's forward on Hopper GPUs: a warp-specialised persistent kernel in Gluon.
 
 One warp copies operand tiles into a ring of shared-memory stages with TMA. Two
-warpgroups each multiply 64 vocabulary rows of their own by 256 positions that both share, and
-reduce their accumulator while the other keeps the tensor cores busy.
+warpgroups each multiply 64 vocabulary rows of their own by the same 256 positions, and
+reduce their accumulator while the other one keeps the tensor cores busy.
 
 The 256 positions of a tile are 8 granules of 32 consecutive positions, the next 8 of a list of all
-granules that hold a kept position. So a tile may end one sequence and begin the next, and padding
+granules with a kept position. So a tile may end one sequence and begin the next, and padding
 costs at most 31 positions a sequence. The last granule of a run of kept positions ends where the
-run ends: it repeats some positions of the one before, which a maximum does not notice, and nothing
-needs a mask. What is left to do for a sequence that ended (lanes to meet, program, stores) waits
-until the next tile's products are under way.
+run ends: it repeats some positions of the previous one, which does not change a maximum, so that
+no mask is needed. The epilogue of a finished sequence (reduction over lanes, elementwise program,
+stores) runs while the tensor cores compute the next tile.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from ..common.tma import tma_addressable
 from ..common.unroll import unrolled
 from .positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
 
-# Granules a tile: 256 positions, the widest wgmma; a byte each of a 64-bit word of flags.
+# Granules per tile: 256 positions, the widest wgmma; each has a byte of a 64-bit word of flags.
 GRANULES = gl.constexpr(8)
-# Vocabulary rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
+# Vocabulary rows per warpgroup, the M of a wgmma. 64 x 256 fp32 accumulators take 128 registers a thread.
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
-# Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
+# Features per stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of an SM.
 STAGES = gl.constexpr(4)
-# Flags of a granule, a byte: 0 when all its positions are kept, with add == 0; when that holds of the
-# first n only, n; else this: look at `add`.
+# Flag of a granule, a byte: 0 if all its positions are kept with add == 0, n if only the first n are; else MIXED: `add`
+# decides.
 MIXED = gl.constexpr(255)
-# Instead of a sequence's shift from slots to positions: it has holes, look at the list.
+# Instead of a sequence's shift from slots to positions: its kept positions are no run, and the list has them.
 HOLES = gl.constexpr(-(2**31))
-# Slots a group of sequences at most. Its hidden states (15 MiB at D = 768) stay in L2 while all of
-# the weight passes by; longer groups read the weight fewer times and end in fewer partial tiles.
+# Most slots per group of sequences. Its hidden states (15 MiB at D = 768) stay in L2 while the whole
+# weight is read; longer groups read the weight fewer times and have fewer partial tiles.
 GROUP_SLOTS = tl.constexpr(320)
-# Numbers of groups that are weighed against each other.
+# Numbers of groups that are compared.
 CHOICES = tl.constexpr(256)
 
 NEG_INF = gl.constexpr(float("-inf"))
@@ -71,16 +71,15 @@ def _list_kernel(
 ):  # fmt: skip
     """One program lists the granules of all sequences that hold a kept position, in order, in slots.
 
-    rows[slot] = b * S + s of a granule's first position and flags[slot] its flags. Behind the last
-    one 8 more, which are never read to an end.
-    sequences[k, 5] = the k-th listed sequence: its first slot, one past its last, b, what makes a
-    position of slot * GRANULE + column (or HOLES), and how many positions its last granule repeats;
-    then two that never end. A sequence with skip[b] set is not listed; any other one without a
-    kept position lists its first granule, so that its columns are written.
-    groups[0] = the number of groups and groups[1 + 2 * i:] = the first slot of group i and the
-    first sequence.
+    rows[slot] = b * S + s of a granule's first position, flags[slot] = its flag; 8 padding slots follow.
+    sequences[k, 5] = the k-th listed sequence: its first slot, the end of its slots, b, the shift from
+    slot * GRANULE + column to a position (or HOLES), and the number of positions that its last granule
+    repeats; two sequences without an end follow. A sequence with skip[b] set is not listed; any other
+    one without a kept position lists its first granule, so that its columns are written.
+    groups[0] = the number of groups, groups[1 + 2 * i:] = the first slot and the first sequence of
+    group i.
 
-    Reads 16 bytes a part of a sequence, writes 5 bytes a granule and 20 bytes a sequence.
+    Reads 16 bytes per part of a sequence, writes 5 bytes per granule and 20 bytes per sequence.
     """
     total = 0
     listed = 0
@@ -106,7 +105,7 @@ def _list_kernel(
         run = (count == stop - first) & (count > 0) & (moved == 0)
         short = run & (count < GRANULE)
         number = tl.where(run, (count + GRANULE - 1) // GRANULE, 0)
-        # Not a run: the granules of the sequence that hold something.
+        # Not a run: list the granules with a kept position.
         for g0 in range(0, granules, WIDE):
             g = g0 + tl.arange(0, WIDE)
             there = (mine & (run == 0))[:, None] & (g < granules)[None, :]
@@ -150,8 +149,8 @@ def _list_kernel(
     tl.store(flags + total + more, (more * 0).to(tl.uint8))
     field = tl.where(more == 0, total, tl.where(more % 5 == 1, 2**30, 0))
     tl.store(sequences + listed * 5 + more, field, mask=more < 10)
-    # As many groups as make the longest program shortest: a program takes ceil(number * blocks /
-    # programs) of units as long as a group, which ends in half a tile on average.
+    # The number of groups that minimises the time of the longest program: that has ceil(number * blocks /
+    # programs) units as long as a group, which ends in half a tile on average.
     choice = tl.cdiv(total, GROUP_SLOTS) + tl.arange(0, CHOICES)
     units = tl.cdiv(tl.maximum(choice, 1) * blocks, programs).to(tl.float32)
     length = total * 1.0 / (tl.maximum(choice, 1) * GRANULES).to(tl.float32) + 0.5
@@ -177,9 +176,9 @@ def _list_kernel(
 
 @gluon.jit
 def _copy_tiles(source, KBLOCKS: gl.constexpr):
-    """Producer warp: the operands of every tile of this program's units, in order, into the ring.
+    """The producer warp: copies the operands of the tiles of this program's units into the ring, in order.
 
-    A stage takes 8 KiB of weight a consumer and 8 TMA tiles of 4 KiB of hidden.
+    A stage has 8 KiB of the weight per consumer and 8 TMA tiles of hidden states, 4 KiB each.
     """
     hidden, weight, h_ring, w_ring, full, empty, rows, groups, blocks = source
     BYTES: gl.constexpr = (ROWS * CONSUMERS + GRANULE * GRANULES) * DEPTH * 2
@@ -209,16 +208,16 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """A tensor [A, B, 2n] as its two halves [A, B, n] of the last dimension."""
+    """The halves [A, B, n] of a tensor [A, B, 2n]."""
     n: gl.constexpr = x.shape[2] // 2
     return x.reshape([x.shape[0], x.shape[1], 2, n]).permute((0, 1, 3, 2)).split()
 
 
 @gluon.jit
 def _granules(acc, PIECE: gl.constexpr):
-    """An accumulator's 8 granules as [64, 4, 8]: row, lane of its quad, element of the lane.
+    """The 8 granules of an accumulator, each [64, 4, 8]: row, lane of the row's quad, element of the lane.
 
-    [row, granule, 8 columns, lane, pair] -> the granules' 8 elements of one thread. No data moves.
+    A thread keeps its 8 elements of each granule: no data moves.
     """
     x = acc.reshape([ROWS, GRANULES, 4, 4, 2]).permute((0, 3, 1, 2, 4))
     a0, a1 = _halves(x.reshape([ROWS, 4, 8 * GRANULES]))
@@ -249,10 +248,10 @@ def _first_max(v, i, w, j):
 
 @gluon.jit
 def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
-    """Fold a granule into each thread's running maximum; ties keep the first, NaN spreads.
+    """Fold a granule into each thread's running maximum; ties keep the first, NaN propagates.
 
-    Keeping the whole granule that raised the maximum, and looking for the column once a sequence,
-    takes two instructions an element where carrying the column takes three.
+    Keeping the granule that raised the maximum, and searching for its column once a sequence, takes two
+    instructions per element; carrying the column takes three.
     """
     if WANT_WINNER:
         better = top > best
@@ -263,10 +262,10 @@ def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
 
 @gluon.jit
 def _sequence(sequences, k):
-    """The k-th listed sequence: one past its last slot, b, shift, positions repeated at its end.
+    """(end of slots, b, shift, positions repeated at the end) of the k-th listed sequence.
 
-    Read when it is written: Triton 3.6 replaced these, carried through the loops until then, by what
-    they were before the loops.
+    They are loaded where the sequence is written: if they are carried through the loops, Triton 3.6 uses their values
+    from before the loops.
     """
     at = sequences + k * 5
     return gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
@@ -274,9 +273,9 @@ def _sequence(sequences, k):
 
 @gluon.jit
 def _positions(best, where, saved, column):
-    """Slot * GRANULE + column of each thread's maximum [64, 4], the first if there are several.
+    """Slot * GRANULE + column of each thread's maximum [64, 4], the first among ties.
 
-    NaN equals no column and takes its granule's last one.
+    NaN equals no column and gets its granule's last one.
     """
     at = gl.where(saved == best[:, :, None], column[None, :, :], GRANULE - 1)
     return where * GRANULE + gl.min(at, 2)
@@ -287,13 +286,13 @@ def _write_columns(
     best, at, sequences, k, rows, v, in_v, bias, fill, values, winner, peak, S, V,
     OUTER: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FILL: gl.constexpr, WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """Columns v [64] of the k-th sequence, from each lane's maximum and where it is [64, 4]."""
+    """Write columns v [64] of the k-th sequence from each lane's maximum and its position [64, 4]."""
     stop, b, shift, repeats = _sequence(sequences, k)
     if WANT_WINNER:
         top, at = gl.reduce((best, at), 1, _first_max)
     else:
         top = gl.reduce(best, 1, _max)
-    none = top == NEG_INF  # nothing kept: the bias has no say in that
+    none = top == NEG_INF  # nothing kept, whatever the bias is
     if HAS_BIAS:
         top += bias
     y = evaluate(top, OUTER)
@@ -311,14 +310,14 @@ def _write_columns(
         else:
             s = at + shift
             s = gl.where(at >= (stop - 1) * GRANULE, s - repeats, s)
-        # A NaN's may be past the end.
+        # The position of a NaN may lie beyond the end.
         s = gl.where(lost, -1, gl.minimum(s, S - 1))
         gl.store(winner + out, s.to(winner.dtype.element_ty), mask=in_v)
 
 
 @gluon.jit
 def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
-    """Granule g of a tile that begins at rows[0]; -inf where dropped, if not all is simply kept."""
+    """Granule g of the tile that begins at rows[0], with -inf at dropped positions."""
     first = ((flag >> (8 * g)) & 0xFF).to(gl.int32)
     if first != 0:
         if HAS_ADD and first == MIXED:
@@ -326,7 +325,7 @@ def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
             s = row % S + column
             at = (row // S).to(gl.int64) * strides[0] + s.to(gl.int64) * strides[1]
             plus = gl.load(add + at, mask=s < S, other=NEG_INF)[None, :, :]
-            # Not just the sum: a dropped NaN + -inf would be NaN.
+            # A sum alone would not do: NaN + -inf is NaN.
             piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
         else:
             piece = gl.where((column < first)[None, :, :], piece, NEG_INF)
@@ -335,7 +334,7 @@ def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
 
 @gluon.jit
 def _mask_tile(p, flag, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
-    """The granules of a tile with those that have a flag masked."""
+    """The granules of a tile, masked according to their flags."""
     return (
         _mask(p[0], flag, 0, rows, column, add, S, strides, HAS_ADD),
         _mask(p[1], flag, 1, rows, column, add, S, strides, HAS_ADD),
@@ -355,11 +354,11 @@ def _reduce_tiles(
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """Consumer ME: logits of its 64 vocabulary rows, reduced over the positions of each sequence.
+    """Consumer ME: computes the logits of its 64 vocabulary rows and reduces them over each sequence's positions.
 
-    A thread holds, of each of two rows, the running maximum over its columns, the slot of the
-    granule it came from and that granule's 8 elements; the four lanes of a row meet when the
-    sequence is written. Up to three that ended in a tile wait for that.
+    For each of two rows a thread holds the running maximum over its columns, the slot of the granule
+    with the maximum and that granule's 8 elements; the four lanes of a row are reduced when the
+    sequence is written. Up to three sequences that end in a tile are written later.
     """
     (
         h_ring, w_ring, full, empty, bias, add, fill, rows, flags, sequences, groups,
@@ -368,8 +367,8 @@ def _reduce_tiles(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, GRANULE * GRANULES, 16]
     )
-    # A granule of the accumulator as its threads hold it: a quad of lanes shares a row, a lane has
-    # every fourth pair of columns, 8 elements of each of two rows.
+    # Layout of a granule of the accumulator: a quad of lanes shares a row, a lane has every fourth pair
+    # of columns, 8 elements of each of two rows.
     PIECE: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 2], [0, 0, 4]],
         lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -393,16 +392,16 @@ def _reduce_tiles(
         end = gl.load(group + 2)
         k = gl.load(group + 1)
         stop = gl.load(sequences + 5 * k + 1)
-        after = gl.load(sequences + 5 * k + 6)  # of the next: nobody waits for it
+        after = gl.load(sequences + 5 * k + 6)  # of the next sequence, loaded ahead
         best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
         where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + begin
         saved = gl.full([ROWS, 4, 8], 0.0, gl.float32, PIECE)
-        # The sequences k - done .. k - 1 ended and are not written yet: their maxima and positions.
+        # Maxima and positions of the sequences k - done .. k - 1, which have ended and are not written yet.
         done = 0
         best0, best1, best2 = best, best, best
         at0, at1, at2 = where, where, where
         for slot in range(begin, end, GRANULES):
-            # The flags of this tile's granules, wherever in two words they lie.
+            # The flags of this tile's granules, which may lie in two words.
             word = flags + slot // GRANULES
             bit = (8 * (slot % GRANULES)).to(gl.int64)
             flag = (gl.load(word) >> bit) | ((gl.load(word + 1) << 1) << (63 - bit))
@@ -418,7 +417,7 @@ def _reduce_tiles(
                     else:
                         acc = warpgroup_mma(w, h, acc, is_async=True)
                     if k_block == (1 if EACH > 1 else 0):
-                        while done > 0:  # while the tensor cores are busy
+                        while done > 0:  # beside the tensor cores' work
                             _write_columns(
                                 best0, at0, sequences, k - done, rows, v, in_v, offset, fill,
                                 values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
@@ -442,7 +441,7 @@ def _reduce_tiles(
             )  # fmt: skip
             limit = gl.minimum(slot + GRANULES, end)
             start = slot
-            while start < limit:  # once for each sequence that has granules here
+            while start < limit:  # for each sequence with granules in this tile
                 till = gl.minimum(stop, limit)
                 mine = (1 << (till - slot)) - (1 << (start - slot))
                 if mine == (1 << GRANULES) - 1:
@@ -489,8 +488,8 @@ def _reduce_tiles(
             done -= 1
 
 
-# Sizes that change from batch to batch: a kernel for each of their divisibilities would take
-# seconds to compile.
+# Sizes that change from batch to batch: specialising on their divisibility would compile further kernels, for
+# seconds each.
 SIZES = ["blocks", "S", "V", "stride_ab", "stride_as"]
 
 
@@ -502,11 +501,11 @@ def _peak_kernel(
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """A program owns units of 128 vocabulary rows x a group of sequences, strided over the grid.
+    """A program has units of 128 vocabulary rows x a group of sequences, strided over the grid.
 
     Vocabulary is the fast dimension of the units, so that all programs read the same hidden states
-    at about the same time. A unit reads its 128 * D weight elements once a tile and the group's
-    hidden states once, both out of L2, and writes 128 values (and winners, and peaks) a sequence.
+    at about the same time. A unit reads its 128 * D weight elements once per tile and the group's
+    hidden states once, both from L2, and writes 128 values (and winners, and peaks) per sequence.
     """
     w_ring = gl.allocate_shared_memory(
         weight.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], weight.layout
@@ -537,7 +536,7 @@ def _peak_kernel(
             (_copy_tiles, (source, KBLOCKS)),
         ],
         [4, 1],
-        # 2 x 240 for accumulators and running maxima, 24 for the producer: 504 of 512 a lane.
+        # Registers: 2 x 240 for accumulators and running maxima, 24 for the producer, 504 of 512 a lane.
         [240, 24],
     )
 
@@ -554,23 +553,23 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
-    """Whether this kernel can run: Hopper, 16-bit operands, sizes TMA can address."""
+    """Whether this kernel can run: Hopper, 16-bit operands, sizes that TMA can address."""
     if hidden.device.type != "cuda" or hidden.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if any(step.fn == "pow" for step in outer):  # begins with tl.full, which has no layout in Gluon
+    if any(step.fn == "pow" for step in outer):  # it uses tl.full, which has no layout in Gluon
         return False
     B, S, D = hidden.shape
     return (
         capability(hidden.device)[0] == 9
         and D % 8 == 0
         and B * S < 2**31 - 256  # rows are 32-bit coordinates
-        # A transposed weight is copied while that is cheap; else the portable kernel reads it.
+        # A transposed weight is copied if it is small; else the portable kernel reads it.
         and (tma_addressable(weight) or weight.nbytes <= 64 * 2**20)
     )
 
 
 def _rows(hidden: torch.Tensor) -> torch.Tensor:
-    """hidden [B, S, D] as addressable rows [B * S, D]; a copy only where strides force one."""
+    """hidden [B, S, D] as TMA-addressable rows [B * S, D]; a copy only if its strides require one."""
     B, S, D = hidden.shape
     batch, token, feature = hidden.stride()
     if B == 1 or S == 1 or batch == S * token:
@@ -588,10 +587,10 @@ def launch(
     skip: torch.Tensor | None = None,
     positions: Positions | None = None,
 ) -> None:
-    """Fill outputs (values, winner, peak) from operands (hidden, weight, bias, add, fill).
+    """Write outputs (values, winner, peak) from operands (hidden, weight, bias, add, fill).
 
-    As `splade_head.forward.forward` without `inner`; sequences with skip[b] set are left alone.
-    `positions` is what `classify` says of `add`.
+    As `splade_head.forward.forward` without `inner`; sequences with skip[b] set are not written.
+    positions: the result of `classify` for `add`.
     """
     hidden, weight, bias, add, fill = operands
     values, winner, peak = outputs
@@ -653,9 +652,9 @@ def list_granules(
     blocks: int,
     programs: int,
 ) -> None:
-    """Fill rows, flags (bytes), sequences and groups as `_list_kernel` says."""
+    """Write rows, flags (bytes), sequences and groups, as `_list_kernel` describes them."""
     granules = _cdiv(S, GRANULE.value) if positions is None else positions.kinds.shape[1]
-    # 4096 granules at a time: 8 a thread, which the registers hold.
+    # 4096 granules at a time, 8 a thread, fit the registers.
     wide = min(64, 1 << (granules - 1).bit_length())
     block = min(4096 // wide, max(16, 1 << (B - 1).bit_length()))
     args = (

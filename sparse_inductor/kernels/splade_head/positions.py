@@ -1,7 +1,7 @@
-"""Which positions of a batch count: `epilogue.plan.lower` as one kernel, and what a list of tiles needs to know.
+"""Classification of the positions of a batch: `epilogue.plan.lower` as one kernel.
 
-`classify` decides for every position, on the values of the row operands, whether it is kept, dropped
-or neither, and sums up each sequence, so that the forward kernels read [B] and not [B, S].
+`classify` decides for every position, from the values of the row operands, whether it is kept, dropped
+or neither, and summarises each sequence, so that the forward kernels read [B] instead of [B, S].
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sparse_inductor.epilogue.steps import ROW, Program, Step
 from ..common.epilogue import _value, encode, row_arguments, row_operand
 from ..common.launch import launch
 
-# Positions a granule, the unit in which `splade_head.hopper` skips them: a sequence wastes half of one;
-# smaller ones mean more copy requests a stage.
+# Positions per granule, the unit in which `splade_head.hopper` skips positions: a sequence wastes half a granule;
+# smaller ones need more copies per stage.
 GRANULE = tl.constexpr(32)
-# What a granule holds: a kept position; one that is not simply kept (dropped, moved, past the end).
+# Bits of a granule: it has a kept position; it has one that is dropped, has something added, or is past the end.
 KEPT = tl.constexpr(1)
 PARTLY = tl.constexpr(2)
 NEG_INF = tl.constexpr(float("-inf"))
 
-# The program of a mask that is already of the form "added to the logits".
+# The program of a mask that is added to the logits.
 ADDED: Program = (Step("row_add", row=0),)
 
 
@@ -34,12 +34,12 @@ ADDED: Program = (Step("row_add", row=0),)
 class Positions:
     """The positions of B sequences.
 
-    add [B, S] fp32: -inf where dropped, else what is added to the logits.
-    fill [B] fp32: the largest value that dropped positions contribute, -inf where there are none.
+    add [B, S] fp32: -inf if dropped, else the number that is added to the logits.
+    fill [B] fp32: the largest value that dropped positions contribute, -inf if there are none.
     per_element [B] bool or None: sequences that need the general path.
-    spans [B, parts, 4] int32: of each part of a sequence its first kept position (or 2**30), one past
-        the last (or 0), how many are kept, and whether anything but 0 is added to one of them.
-    kinds [B, granules] uint8: KEPT and PARTLY of each granule.
+    spans [B, parts, 4] int32: for each part of a sequence its first kept position (or 2**30), the end of
+        the kept ones (or 0), their number, and whether a number other than 0 is added to one of them.
+    kinds [B, granules] uint8: bits KEPT and PARTLY of each granule.
     """
 
     add: torch.Tensor
@@ -51,10 +51,10 @@ class Positions:
 
 @triton.jit
 def _finite(states, stride, wanted, words, STRIP: tl.constexpr, BW: tl.constexpr):
-    """Whether the hidden states at pointers `states` [N], `words` long, are finite; True where not `wanted`.
+    """Whether the hidden states at pointers `states` [N], of `words` words, are finite; True where not `wanted`.
 
-    STRIP: the bits of a word's exponents and the lowest of each. An exponent of all ones, inf or
-    NaN, carries into the bit above it when that is added.
+    STRIP: (mask of a word's exponents, their lowest bits). Adding the lowest bit to an exponent of all
+    ones, which is inf or NaN, carries into the bit above.
     """
     carried = tl.zeros([wanted.shape[0], BW], tl.int32)
     if tl.max(wanted.to(tl.int32), 0) != 0:
@@ -65,7 +65,7 @@ def _finite(states, stride, wanted, words, STRIP: tl.constexpr, BW: tl.constexpr
                 mask=wanted[:, None] & (w < words)[None, :], other=0,
             ).to(tl.int32)  # fmt: skip
             carried |= (bits & STRIP[0]) + STRIP[1]
-    # Above an exponent: bit 31, and bit 15 if it is of 16 bits. (15 of an fp32 word is never set.)
+    # The bit above an exponent is bit 31, and for 16-bit elements also bit 15, which is never set for fp32.
     return tl.max((carried >> 15) & 0x10001, 1) == 0
 
 
@@ -78,9 +78,9 @@ def _classify_kernel(
 ):  # fmt: skip
     """A program classifies BLOCK positions of a sequence, as `epilogue.plan.lower` does.
 
-    The row steps before item SHIFTS of STEPS come before any other step. Reads the row operands and,
-    where a position is multiplied by 0, its hidden states, as words; writes 4 bytes of `add` a
-    position, a byte a granule and 21 bytes.
+    The row steps before item SHIFTS of STEPS precede all other steps. Reads the row operands and, for a
+    position that is multiplied by 0, its hidden states, as words; writes 4 bytes of `add` per
+    position, a byte per granule and 21 bytes.
     """
     b = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def _classify_kernel(
                 value = tl.where(dropped, value * r, 0.0)
                 wanted = (r == 0.0) & (dropped == 0) & inside
                 states = hidden + b * stride_hb + s.to(tl.int64) * stride_hs
-                # A logit that is not finite times 0 is NaN: that position cannot be dropped.
+                # inf * 0 and NaN * 0 are NaN: a position with such logits cannot be dropped.
                 finite = _finite(states, stride_hw, wanted, words, STRIP, BW)
                 dropped = dropped | ((r == 0.0) & finite)
                 general = general | (r != 1.0)
@@ -138,7 +138,7 @@ def _classify_kernel(
     tl.store(kinds + part * (BLOCK // GRANULE) + g, kind.to(tl.uint8))
 
 
-# Positions a program, and words of hidden states at a time: 8 loads of 16 bytes a thread in flight.
+# Positions per program, and words of hidden states at a time: 8 loads of 16 bytes per thread in flight.
 _BLOCK, _WORDS = 512, 32
 # The exponent of a format and its lowest bit.
 _EXPONENT = {
@@ -149,7 +149,7 @@ _EXPONENT = {
 
 
 def _words(hidden: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-    """hidden [B, S, D] as words [B, S, W] of 32 bits, or of 16 where strides force it, and STRIP of `_finite`."""
+    """(hidden [B, S, D] as words [B, S, W] of 32 bits, or of 16 if its strides require it; STRIP of `_finite`)."""
     exponent, lowest = _EXPONENT[hidden.dtype]
     if hidden.dtype == torch.float32:
         return hidden.view(torch.int32), (exponent, lowest)
@@ -169,8 +169,8 @@ def classify(
 ) -> Positions:
     """Classify the positions of hidden [B, S, D] by the values of operands [B, S], of any real or bool dtype.
 
-    `program` as in `epilogue.plan.lower`, whose scalar steps are non-decreasing. `exhaustive`: no
-    sequence can need the general path. Arithmetic is fp32.
+    program: as for `epilogue.plan.lower`; its scalar steps are non-decreasing. exhaustive: no sequence
+    can need the general path. Arithmetic is fp32.
     """
     B, S, _ = hidden.shape
     block = max(GRANULE.value, min(_BLOCK, 1 << (S - 1).bit_length()))
@@ -203,6 +203,6 @@ def classify(
         return Positions(add, fill.view(B), None if other is None else other.view(B), spans, kinds)
     per_element = None if other is None else other.any(1)
     if per_element is not None and any(step.fn == "row_add" for step in program):
-        # The general path adds it itself, in every part of the sequence.
+        # The general path adds the operand itself, in all parts of the sequence.
         add = torch.where(per_element[:, None] & (add != float("-inf")), 0.0, add)
     return Positions(add, fill.amax(1), per_element, spans, kinds)
