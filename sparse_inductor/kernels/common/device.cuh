@@ -1,4 +1,4 @@
-// What kernels in CUDA C++ have in common. Tests compile it for a CPU, where there is no inline assembly.
+// Common functions of the CUDA C++ kernels. Tests compile this file for a CPU, without the inline assembly.
 
 using u32 = unsigned;
 using u64 = unsigned long long;
@@ -8,7 +8,7 @@ constexpr u32 ALL = ~0u;  // lanes
 
 #ifdef __CUDACC__
 
-// The bits of what is there, which does not go into L1; 0 where nothing is.
+// The bits of a number, loaded without allocating a line in L1; 0 unless `there`.
 template <typename T>
 __device__ u32 load_once(const T* at, bool there = true) {
     u32 x;
@@ -24,14 +24,14 @@ __device__ u32 load_once(const T* at, bool there = true) {
     return x;
 }
 
-// Where it is written, and not where its result is first used: what is read is under way meanwhile.
+// A load that the compiler does not move to the first use of its result, so that it is in flight meanwhile.
 __device__ inline uint4 load_now(const uint4* at) {
     uint4 x;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
     return x;
 }
 
-// Shared memory by addresses of 32 bits, to do arithmetic with.
+// 32-bit addresses of shared memory, for address arithmetic.
 __device__ inline u32 shared_address(const void* at) { return u32(__cvta_generic_to_shared(at)); }
 
 __device__ inline u32 load_shared(u32 at) {
@@ -40,7 +40,7 @@ __device__ inline u32 load_shared(u32 at) {
     return x;
 }
 
-// Numbers of 16 bits: bfloat16 or fp16.
+// 16-bit numbers, bfloat16 or fp16.
 template <bool BF16>
 __device__ float to_float(unsigned short bits) {
     float x;
@@ -57,7 +57,7 @@ __device__ unsigned short from_float(float x) {
     return bits;
 }
 
-// All bits of those of two numbers that are not zero.
+// A mask with all bits of the non-zero ones of two numbers set.
 template <bool BF16>
 __device__ u32 nonzero(u32 two) {
     u32 bits;
@@ -78,7 +78,7 @@ __device__ inline void wait_for_previous() {
 
 __device__ inline u32 lane_id() { return threadIdx.x % 32; }
 
-// The sum of what this lane and those below have.
+// Inclusive prefix sum over the lanes.
 __device__ inline u32 scan(u32 x) {
     for (u32 apart = 1; apart < 32; apart *= 2) {
         const u32 below = __shfl_up_sync(ALL, x, apart);
@@ -87,7 +87,7 @@ __device__ inline u32 scan(u32 x) {
     return x;
 }
 
-// All lanes' x, or those of a group of so many lanes, made one by a commutative `of`.
+// Reduction of x by a commutative `of` over each group of `lanes` lanes.
 template <typename T, typename Of>
 __device__ T across(T x, Of of, u32 lanes = 32) {
     for (u32 apart = lanes / 2; apart; apart /= 2) x = of(x, __shfl_xor_sync(ALL, x, apart));

@@ -1,7 +1,7 @@
-// The launches of a recorded call (replay.py), made one after the other with new addresses.
+// Repeats the launches of a recorded call (replay.py) with new addresses.
 //
-// A step launches a kernel, writes zeros or has torch multiply matrices. What differs from call to call is in one array
-// of 64-bit words: addresses, then the handle of the stream.
+// A step launches a kernel, writes zeros or calls a matrix product of torch. The values that differ from call to call are
+// in one array of 64-bit words: addresses, then the handle of the stream.
 
 #include <cuda.h>
 #include <stdint.h>
@@ -20,8 +20,8 @@ typedef struct {
 
 enum { NUMBER, FLOAT, ADDRESS, TENSOR_MAP };
 
-// What a kernel's parameter is given: a number's bits, or the address `value` bytes behind the one in word `base`, by
-// itself or in the next of the step's tensor maps.
+// A kernel's parameter: the bits of a number, or the address words[base] + value, by itself or in the step's next tensor
+// map.
 typedef struct {
     int64_t kind;
     int64_t base;
@@ -29,18 +29,18 @@ typedef struct {
 } Parameter;
 
 enum { MOST_PARAMETERS = 256, MOST_MAPS = 16, MOST_ATTRIBUTES = 4 };
-// Behind its parameters a kernel of Triton has two pointers to scratch memory, here null.
+// Two more parameters of every Triton kernel, pointers to scratch memory, which are null here.
 enum { SCRATCH = 2 };
 
-// A matrix, or a bias, for a product: where it is, in the words, and its layout.
+// A matrix, or a bias, of a product: its address words[base] + offset, and its layout.
 typedef struct {
     int64_t base, offset;
     int64_t dim, size[2], stride[2];
     int64_t dtype;
 } Operand;
 
-// Functions of torch's C interface, as AOTInductor's programs call them (aoti_torch/c/shim.h): to make a tensor of memory
-// that there is and to let go of it, and the product; a tensor is a handle, and 0 is success.
+// Functions of torch's C interface, which AOTInductor's programs call (aoti_torch/c/shim.h): create a tensor on existing
+// memory, release it, and multiply. A tensor is a handle; 0 is success.
 typedef struct {
     int (*tensor)(void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, void**);
     int (*release)(void*);
@@ -52,12 +52,12 @@ typedef struct {
 } Torch;
 
 enum { LAUNCH, ZEROS, MM, MM_DTYPE, ADDMM };
-// What a failing product returns, which is no error of the driver.
+// Result of a failing product, different from all errors of the driver.
 enum { FAILED = -1, MOST_OPERANDS = 4 };
 
 typedef struct {
     int kind;
-    int base;  // zeros: `bytes` of them, `offset` bytes behind the address in this word
+    int base;  // ZEROS: `bytes` zeros at words[base] + offset
     size_t offset, bytes;
     CUfunction function;
     CUlaunchConfig config;
@@ -65,7 +65,7 @@ typedef struct {
     int count;
     Parameter* parameters;
     CUtensorMap* maps;
-    Torch torch;  // products: of `count` operands on this device, the result first
+    Torch torch;  // products of `count` operands on this device; the first operand is the result
     int device_type, device;
     Operand operands[MOST_OPERANDS];
 } Step;
@@ -73,7 +73,7 @@ typedef struct {
 typedef struct {
     Driver driver;
     CUcontext context;
-    int stream;  // the word with the stream
+    int stream;  // index of the word with the stream
     int count;
     Step** steps;
 } Plan;
@@ -111,7 +111,7 @@ static int multiply(const Step* step, const uint64_t* words) {
         failed = torch->tensor((void*)(words[o->base] + o->offset), o->dim, o->size, o->stride, 0, o->dtype,
                                step->device_type, step->device, &t[i]);
     }
-    // To add in place, torch wants one tensor, not two of the same memory.
+    // For addition in place torch requires the same tensor, not two on the same memory.
     void* bias = memcmp(&step->operands[0], &step->operands[1], sizeof(Operand)) ? t[1] : t[0];
     if (!failed)
         failed = step->kind == MM         ? torch->mm(t[0], t[1], t[2])
@@ -122,7 +122,7 @@ static int multiply(const Step* step, const uint64_t* words) {
     return failed ? FAILED : 0;
 }
 
-// Whether the driver knows the kernel with these parameters; floats get the bits of their size.
+// Whether the kernel has these parameters according to the driver; converts floats to the bits of their size.
 static int fits(const Driver* driver, Step* step) {
     size_t at, size;
     for (int i = 0; i < step->count + SCRATCH; i++) {
@@ -154,9 +154,9 @@ static CUlaunchAttributeValue* attribute(Step* step, CUlaunchAttributeID id) {
     return &made->value;
 }
 
-// A new step with room for parameters and tensor maps; NULL without memory.
+// A new step with room for parameters and tensor maps; NULL if out of memory.
 static Step* step_of(int kind, int count, int map_count) {
-    size_t maps = (sizeof(Step) + 63) / 64 * 64;  // at a multiple of what a tensor map is aligned to
+    size_t maps = (sizeof(Step) + 63) / 64 * 64;  // tensor maps are aligned to 64 bytes
     size_t parameters = maps + map_count * sizeof(CUtensorMap);
     size_t bytes = parameters + count * sizeof(Parameter);
     char* memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -170,7 +170,7 @@ static Step* step_of(int kind, int count, int map_count) {
     return step;
 }
 
-// Takes the step; 0 where it was added.
+// Append the step, or free it; 0 if it was appended.
 static int add(Plan* plan, Step* step) {
     Step** steps = step ? realloc(plan->steps, (plan->count + 1) * sizeof *steps) : NULL;
     if (!steps) {
@@ -198,8 +198,8 @@ void sparse_launches_free(Plan* plan) {
     free(plan);
 }
 
-// numbers: grid, threads, shared memory, programs of a cluster, whether it is cooperative, whether it starts early.
-// parameters: `count` of them. maps: of those that are tensor maps. 0 where it was added.
+// Append a launch; 0 on success. numbers: grid (3), threads, shared memory, cluster size, cooperative, programmatic
+// dependent launch. parameters: `count` of them. maps: the tensor maps among them.
 int sparse_launches_add(Plan* plan, CUfunction function, const int64_t* numbers, int count,
                         const void* parameters, const void* maps, int map_count) {
     if (count > MOST_PARAMETERS || map_count > MOST_MAPS) return 1;
@@ -244,7 +244,7 @@ int sparse_launches_zeros(Plan* plan, int base, size_t offset, size_t bytes) {
     return add(plan, step);
 }
 
-// kind: 0 to 2, of MM and those behind it. device: its type and number, as torch's C functions take them. 0 where it was added.
+// Append a product; 0 on success. kind: 0 for MM, 1 for MM_DTYPE, 2 for ADDMM. device: type and index of torch's C functions.
 int sparse_launches_product(Plan* plan, const Torch* torch, int kind, const int64_t* device, int count,
                             const void* operands) {
     Step* step = count <= MOST_OPERANDS ? step_of(MM + kind, 0, 0) : NULL;
@@ -260,7 +260,7 @@ int sparse_launches_product(Plan* plan, const Torch* torch, int kind, const int6
 
 int sparse_launches_count(const Plan* plan) { return plan->count; }
 
-// Steps from `first` up to `last`; 0, or the error with which one of them failed.
+// Make the steps `first` to `last` - 1; returns 0, or the error of the step that failed.
 int sparse_launches_run(Plan* plan, int first, int last, const uint64_t* words) {
     const Driver* driver = &plan->driver;
     CUcontext current = NULL;

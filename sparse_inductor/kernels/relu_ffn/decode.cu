@@ -1,26 +1,26 @@
-// A token's down projection by words of neurons: see decode.py. Which neurons are active a warp sees by a vote, so that
-// between reading the hidden activations and sending for the weights lies no list that all warps make together.
+// The down projection of one token by words of neurons: see decode.py. A warp finds the active neurons with a vote, so that
+// it can load their weights without waiting for other warps.
 //
-// Constants: WARPS and OUTPUTS of a block; IS_BF16, whether numbers are bfloat16, or fp16; HAS_BIAS, HAS_RESIDUAL, PDL.
+// Constants: WARPS and OUTPUTS per block; IS_BF16, bfloat16 or fp16; HAS_BIAS; HAS_RESIDUAL; PDL.
 
 #include "device.cuh"
 
 using u16 = unsigned short;
 
-constexpr u32 SLOTS = 16 / OUTPUTS;  // of either of two words: a lane for each output in each slot
+constexpr u32 SLOTS = 16 / OUTPUTS;  // slots per word, each with a lane per output
 
-// Adds up what lanes have that differ in their slots alone, in the same order each time.
+// Sum over the slots of each output, in a fixed order.
 __device__ float across_slots(float sum) {
     for (u32 apart = OUTPUTS; apart < 32; apart *= 2) sum += __shfl_xor_sync(ALL, sum, apart);
     return sum;
 }
 
-// Weighs OUTPUTS rows of the weights, of `stride` numbers each, by the hidden activations, in groups of 8 numbers,
-// where those are not zero: what is not active counts for nothing, whatever its weight is.
+// A block computes OUTPUTS outputs: sums of hidden activations times the weights of a row, over the non-zero activations in
+// groups of 8. An inactive neuron adds nothing, even if its weight is inf or NaN.
 //
-// A warp takes two words of groups, then those two that are behind all warps' words. A lane looks whether a group has
-// an activation, and a bit of the word says so. Then slot s of a word takes the s-th of its groups that have one, a
-// lane of it for each row, until none is left. A warp adds in the same order each time.
+// A warp processes two words of groups, then the next two behind all warps' words. The bits of a word say which groups have
+// a non-zero activation; slot s takes the s-th of these groups, with a lane per row, until none is left. Sums are taken in a
+// fixed order.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     down_projection(const uint4* hidden, const u16* down, const u16* bias, const u16* residual, u16* out, u32 groups,
                     u32 word, u32 D, u32 stride, u32 residual_stride, void*, void*) {

@@ -1,17 +1,18 @@
-// Integer scores of a chunk of documents for one query, added up in shared memory: see accumulate.py.
+// Integer scores of a chunk of documents for one query, accumulated in shared memory: see accumulate.py.
 //
-// Constants: WARPS of a block; CHUNK, documents; APART, words from one query's count of candidates to the next; LISTED, whether a chunk
-// is one of sampled documents, named in chunk_docs [., CHUNK]; RANKED, 0 or how many of them the threshold is made of.
+// Constants: WARPS per block; CHUNK, documents per chunk; APART, words between two queries' candidate counters; LISTED,
+// whether chunk_docs [., CHUNK] lists a chunk's documents, which are sampled; RANKED, 0 or the number of sampled documents
+// from which the threshold is computed.
 
 #include "device.cuh"
 
 constexpr u32 THREADS = 32 * WARPS;
-// Postings that a warp takes at a time: 8 a lane, all under way at once. Lists of more are shared out among the warps.
+// Postings that a warp processes at a time: 8 per lane, all in flight. Longer lists are shared among the warps.
 constexpr u32 PIECE = 256;
 
-alignas(16) __shared__ int scores[CHUNK + 32];  // and a word a lane that nobody reads
+alignas(16) __shared__ int scores[CHUNK + 32];  // the last word per lane is never read
 
-// Adds N groups of 32 postings; SOME: what there is of them, `left` from this lane's first on.
+// Add N groups of 32 postings; SOME: only the existing ones, `left` from this lane's first on.
 template <int N, bool SOME>
 __device__ void add(const int* postings, int left, int weight) {
     int x[N];
@@ -19,20 +20,20 @@ __device__ void add(const int* postings, int left, int weight) {
     for (int i = 0; i < N; i++) x[i] = load_once(postings + 32 * i, !SOME || left > 32 * i);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        // A lane without a posting adds, too, where nobody reads: a branch around it would cost the whole warp more.
+        // A lane without a posting adds to a word that is never read: a branch would take the whole warp longer.
         u32 place = !SOME || left > 32 * i ? x[i] & CHUNK - 1 : CHUNK + lane_id();
         asm("" : "+r"(place));  // or the compiler shifts before it masks, an instruction more
-        // The high half of the whole posting, the document's place being too small to matter, times the weight; made
-        // odd, so that what is positive stays so.
+        // The high half of posting * weight; the document's bits are too small to matter. It is made odd, so that a positive
+        // contribution is not 0.
         atomicAdd(&scores[place], __mulhi(x[i], weight) | 1);
     }
 }
 
-// Adds the contributions of a query's n terms, of which the first `longs` stand at the beginning of their rows and the
-// rest `gap` places further on.
+// Add the contributions of a query's n terms. The first `longs` are at the start of their rows, the others `gap` places
+// further on.
 //
-// A lane looks up one list (32 in turn), and the warps take the lists' pieces one after the other: piece x belongs to
-// the first lane whose running count of pieces is larger. All warps know all lists, so none waits for another.
+// A lane looks up one list, 32 lists at a time, and the warps process the lists' pieces in turn: piece x belongs to the
+// first lane whose running count of pieces is larger. All warps look up all lists, so that none waits for another.
 __device__ void accumulate(const int* offsets, const int* postings, const int* terms, const int* weights, u32 n,
                            u32 longs, u32 gap) {
     u32 x = threadIdx.x / 32;
@@ -67,11 +68,11 @@ __device__ void accumulate(const int* offsets, const int* postings, const int* t
     }
 }
 
-// Appends the documents that reach the threshold, and are not deleted, to the query's candidates: (score, lower id
-// first) as one number.
+// Append the documents that reach the threshold, and are not deleted, to the query's candidates, as keys (score, lower id
+// first).
 //
-// A thread marks its documents in the bits of a word first, and a warp takes places for all of them at once: to wait
-// for a place each took as long as all the rest where a hundred documents of a chunk reach the threshold.
+// A thread first sets a bit per document, and a warp then reserves places for all of them with one atomic: an atomic per
+// document would take as long as everything else if a hundred documents of a chunk reach the threshold.
 template <typename Doc>
 __device__ void append(int threshold, int* found, i64* candidates, u32 capacity, const bool* deleted, Doc doc) {
     static_assert(CHUNK / THREADS <= 32, "a thread's documents are the bits of one word");

@@ -1,4 +1,4 @@
-// What searching a SparseIndex on a CPU does in C++: the search of segments for queries, and checksums of documents.
+// Search of a SparseIndex's segments on a CPU, and checksums of documents: see cpu.py.
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// A larger key is a better document: the score in the order of the numbers above, the id, turned round, below.
+// A key is larger for a better document: the ordered bits of the score above the inverted id.
 int64_t key_of(float score, int64_t id) {
   int32_t bits;
   score += 0.0f;  // -0 as 0
@@ -32,7 +32,7 @@ float score_of(int64_t key) {
 }
 
 constexpr int64_t kChunk = 1 << 14;  // documents whose sums stay in a core's cache
-constexpr int64_t kBlock = 64;       // documents that are compared with the bound at once, weights with 0
+constexpr int64_t kBlock = 64;       // sums that are compared with the bound at a time, or weights with 0
 
 struct Segment {
   int64_t count;
@@ -41,20 +41,20 @@ struct Segment {
   const float* weights;
 };
 
-// The postings of a term of the query that have not been added up yet, and its weight.
+// The remaining postings of a term of the query, and its weight.
 struct List {
   int64_t next, end;
   double value;
 };
 
-// What one query after the other uses.
+// Buffers that are reused from query to query.
 struct Scratch {
   std::vector<int64_t> terms, found;
   std::vector<List> lists;
   std::vector<double> sums = std::vector<double>(kChunk);
 };
 
-// The terms of a query that are not 0; false where one is not finite.
+// Find the non-zero terms of a query; false if a weight is not finite.
 bool find_terms(const float* query, int64_t num_terms, std::vector<int64_t>& terms) {
   terms.clear();
   bool finite = true;
@@ -75,13 +75,13 @@ bool find_terms(const float* query, int64_t num_terms, std::vector<int64_t>& ter
 // Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
 // the bits are those of ATen's index_add_.
 //
-// The keys of the k best documents of some segments are put into `scratch.found`, which is empty, the best first. `scratch.terms`: of the
-// query. The rest is as in `sparse_index_search`.
+// Writes the keys of the k best documents of some segments to `scratch.found`, which must be empty, the best first, for the
+// query with `scratch.terms`. Other arguments as for `sparse_index_search`.
 void search(
     const Segment* segments, int64_t num_segments, const float* query, int64_t first, const bool* barred,
     const int64_t* allowed, int64_t num_allowed, int64_t k, Scratch& scratch) {
   const std::vector<int64_t>& terms = scratch.terms;
-  // The best so far and those that may yet be among them; a score that is not above the bound comes too late.
+  // The best so far and later candidates; a score must be above the bound, since equal scores go to lower ids.
   const int64_t most = std::max<int64_t>(4 * k, 1024);
   std::vector<int64_t>& found = scratch.found;
   found.reserve(most + kBlock);
@@ -107,7 +107,7 @@ void search(
       double* const sums = scratch.sums.data() - start;
       const int64_t* const here = next_allowed;
       next_allowed = std::lower_bound(here, allowed_end, first + end);
-      if (allowed) {  // nobody reads the sums of the others
+      if (allowed) {  // other documents' sums are not read
         for (const int64_t* id = here; id < next_allowed; ++id) sums[*id - first] = 0;
       } else {
         std::fill_n(scratch.sums.begin(), end - start, 0.0);
@@ -149,13 +149,12 @@ void search(
 
 }  // namespace
 
-// Writes the keys of the k best documents of some segments to each row of `best` [num_queries], the best first and the
-// least number behind the last; rows are `stride` apart. finite: of each query whether it is; of the others nothing is
-// found.
+// Writes the keys of the k best documents of some segments to each row of `best` [num_queries], the best first, padded with
+// the least int64; rows are `stride` apart. finite: whether each query is finite; one that is not has no results.
 //
-// segments: of each segment its documents and addresses: offsets [num_terms + 1], docs and weights [postings]. queries
-// [num_queries, num_terms]. first: the id of document 0. barred: null, or of each document whether it is in no result.
-// allowed: null, or the ids of the documents that are not barred, ascending: where they are few.
+// segments: for each segment the number of its documents and the addresses of offsets [num_terms + 1], docs and weights
+// [postings]. queries [num_queries, num_terms]. first: id of the first document. barred: null, or whether each document must
+// not be in a result. allowed: null, or the ids of the documents that are not barred, ascending, if they are few.
 extern "C" void sparse_index_search(
     const Segment* segments, int64_t num_segments, const float* queries, int64_t num_queries, int64_t num_terms,
     int64_t first, const bool* barred, const int64_t* allowed, int64_t num_allowed, int64_t k, int64_t* best,
@@ -171,7 +170,7 @@ extern "C" void sparse_index_search(
   }
 }
 
-// Writes the numbers of the marks that are false, ascending.
+// Writes the indices of the marks that are false, ascending.
 extern "C" void sparse_index_unmarked(const bool* marks, int64_t count, int64_t* numbers) {
   for (int64_t low = 0; low < count; low += kBlock) {
     uint64_t words[kBlock / 8];
@@ -190,7 +189,7 @@ extern "C" void sparse_index_unmarked(const bool* marks, int64_t count, int64_t*
 
 namespace {
 
-// The sums of `words` words, each half of which has a key of 32 bits added; `apart` is added to all of them.
+// The two sums of `words` words, to whose halves 32-bit keys, and `apart`, are added.
 void add_products(
     const char* data, int64_t words, const uint32_t* keys, const uint32_t apart[2], uint64_t* sum) {
   int64_t i = 0;
@@ -219,8 +218,8 @@ void add_products(
 
 }  // namespace
 
-// Adds two sums over tiles `first` to `last` - 1 of some bytes to `sums`, as kernels/sparse_scores_checksum.py has them;
-// what is missing of the last word is 0. keys [2][size][2]: random, for tiles of `size` words.
+// Adds the two sums over tiles `first` to `last` - 1 of some bytes to `sums`, as defined in checksum.py; the last word is
+// padded with 0. keys [2][size][2]: random, for tiles of `size` words.
 extern "C" void sparse_index_checksum(
     const char* data, int64_t bytes, int64_t first, int64_t last, const uint32_t* keys, int64_t size,
     uint64_t* sums) {

@@ -1,35 +1,35 @@
-// Exact scores of the documents that are kept of a query, from their rows: see rescore.py.
+// Exact scores of a query's kept documents from their rows: see rescore.py.
 //
-// Constants: WARPS of a block; STORED, the type of weights: float, unsigned short (fp16) or unsigned char, of which each
-// chunk of documents has a scale and a zero; ROOM, documents of a query at most; APART, words from one query's count of
-// candidates to the next; RANKED, whether a query's only block writes the k best, too, of RANKED_UP_TO at most;
-// READ_ANYHOW, terms of a row that are read whether it has them or not; PDL.
+// Constants: WARPS per block; STORED, the type of weights: float, unsigned short (fp16) or unsigned char, with a scale and
+// a zero per chunk of documents; ROOM, most documents of a query; APART, words between two queries' candidate counters;
+// RANKED, whether the only block of a query also writes the k best, of at most RANKED_UP_TO; READ_ANYHOW, terms of a row
+// that are read unconditionally; PDL.
 
 #include "device.cuh"
 
 constexpr u32 THREADS = 32 * WARPS;
 constexpr bool SCALED = sizeof(STORED) == 1;
-// Rows that a block looks up at once, and those it goes on with in a turn: a row is four lanes', eight rows a warp's.
+// Rows that a block looks up at a time, and rows that it scores per turn: four lanes per row, eight rows per warp.
 constexpr u32 ROWS = SCALED ? 512 : 1024, TURN = 8 * WARPS;
-// Where the length of a row stands in the 64 bits that say where it is.
+// Position of a row's length in the 64 bits of its start.
 constexpr u32 LENGTH_AT = 40;
-// Terms of a row from one round to the next, eight a lane. Nearly all rows of 127 terms or so have no more than four
-// rounds, which are READ_ANYHOW, and are longer than three.
+// Terms of a row per round, eight per lane. Nearly all rows of about 127 terms have four rounds (READ_ANYHOW), that is more
+// than three.
 constexpr int ROUND = 32, ROUNDS = 8, ANYHOW = READ_ANYHOW / ROUND, SURE = 3, LONG = ROUNDS * ROUND;
-// Terms of up to 32 rows of a warp that passed the filter; for scaled weights the row's number stands above the
+// Most entries of up to 32 rows of a warp that passed the filter; for scaled weights the row's number is stored above the
 // entry's.
 constexpr u32 PASSED = 96, ROW_AT = 44;
-constexpr u32 FILTER_TERMS = 1023;  // where a quarter of the bits is set, weights might as well be loaded at once
-constexpr u32 CLASSES = 8;  // of lengths, 32 apart
+constexpr u32 FILTER_TERMS = 1023;  // with more terms a quarter of the bits is set, and loading all weights is as fast
+constexpr u32 CLASSES = 8;  // classes of lengths, in steps of 32
 constexpr u32 MOST = RANKED_UP_TO;  // keys that a block ranks, in as many buckets
 constexpr u32 EACH = MOST / THREADS;
 
 alignas(128) __shared__ union {
     struct {
-        // A line of 32 banks for each low byte of a term, by which common terms, whose numbers are near each other in
-        // some vocabularies, are told apart: a bit for each value of five bits above, 32 times. Lines of which each
-        // begins in the middle of the one before take half the room and let twice as much through that a query has not:
-        // 252 us a batch of 500 at 100 000 documents (H200) against 247.
+        // A line for each low byte of a term, which distinguishes common terms, whose numbers are close to each other in
+        // some vocabularies. A word has a bit for each value of the next five bits, and is repeated for all 32 banks.
+        // Overlapping lines of half the size let twice as many other terms pass: 252 us per batch of 500 at 100 000
+        // documents instead of 247 (H200).
         u32 filter[256][32];
         union {
             u64 rows[1024];
@@ -51,7 +51,7 @@ alignas(128) __shared__ union {
     } ranks;
 } room;
 
-// What a warp goes on with.
+// The documents and the query that a warp scores.
 struct Collection {
     const unsigned short* terms;
     const STORED* weights;
@@ -67,15 +67,15 @@ __device__ float value_of(u32 bits, float2 scale) {
     return sizeof(STORED) == 4 ? __uint_as_float(bits) : to_float<false>(bits);
 }
 
-// Sorts as the score, -0 as 0, and then the lower document first.
+// A key ordered as (score, lower document first); -0 equals 0.
 __device__ i64 key_of(double score, u32 doc) {
     int bits = __float_as_int(float(score) + 0.0f);
     if (bits < 0) bits ^= 0x7fffffff;
     return i64(u64(bits) << 32 | u32(~doc));
 }
 
-// Sets the filter up for a query's terms, of which the first `longs` stand at the beginning of their row and the rest
-// `gap` places further on.
+// Initialise the filter with a query's terms. The first `longs` are at the start of their row, the others `gap` places
+// further on.
 __device__ void set_filter(const int* terms, u32 count, u32 longs, u32 gap) {
 #pragma unroll
     for (u32 i = 0; i < sizeof room.filter / sizeof(uint4); i += THREADS)
@@ -92,9 +92,9 @@ __device__ void set_filter(const int* terms, u32 count, u32 longs, u32 gap) {
     }
 }
 
-// The filter's answers about eight terms, into the upper bits of `answers`, which move down.
+// Shift the filter's answers for eight terms into the upper bits of `answers`.
 //
-// A product of bytes makes an address of one of them, or takes it out: in another pipe than what shifts.
+// Products of bytes extract a byte or compute its address, in another pipe than shifts.
 __device__ void ask(const uint4& terms, u32& answers) {
     const u32 bank = shared_address(&room.filter[0][lane_id()]);
     const u32 words[] = {terms.x, terms.y, terms.z, terms.w};
@@ -108,22 +108,21 @@ __device__ void ask(const uint4& terms, u32& answers) {
     }
 }
 
-// The bits of a word that stand for terms of a row, of which `left` are left: rounds `first`, `first` + 2, ...
+// Mask of the bits of a word that stand for terms of a row with `left` more terms: rounds `first`, `first` + 2, ...
 __device__ u32 valid(int left, int first) {
     const int whole = (left + 2 * ROUND - 8 - ROUND * first) >> 6;
     const int bits = 8 * whole + max(left - 2 * ROUND * whole - ROUND * first, 0);
     return ~__funnelshift_lc(0u, ALL, bits);
 }
 
-// The entry that the highest of the bits stands for, which they lose: in a word of every second round. Anything without
-// bits.
+// Clear the highest bit and return its entry, in a word of every second round; any number if no bit is set.
 __device__ u32 take(u32& bits) {
     const u32 bit = highest(bits);
     bits &= ~(1u << bit % 32);
     return bit + bit / 8 * (2 * ROUND - 8);
 }
 
-// Adds up the entries that up to four bits of either word stand for, all of which are under way at once.
+// Add the entries of up to four bits of either word, with all loads in flight.
 __device__ void add(const Collection& c, float2 scale, u64 entry, u32& even, u32& odd, double& sum) {
     u32 terms[8], bits[8];
     float weights[8];
@@ -145,7 +144,7 @@ __device__ void add(const Collection& c, float2 scale, u64 entry, u32& even, u32
     for (int j = 0; j < 8; j++) sum = fma(double(value_of(bits[j], scale)), double(weights[j]), sum);
 }
 
-// The scores of rows that do not fit into the list, added up on the spot; a row's first 256 entries were asked about.
+// The scores of rows that do not fit the list, computed directly; the filter has answered for a row's first 256 entries.
 __device__ double sum_of(const Collection& c, float2 scale, u64 entry, int left, u32 even, u32 odd) {
     double sum = 0;
     for (u64 next = entry + LONG;; next += 2 * ROUND) {
@@ -162,16 +161,17 @@ __device__ double sum_of(const Collection& c, float2 scale, u64 entry, int left,
     return across(sum, [](double a, double b) { return a + b; }, 4);
 }
 
-// Entries of a warp's rows that passed the filter, in order, of up to four turns; then their products.
+// The entries of a warp's rows, of up to four turns, that passed the filter, in order; then their products.
 struct List {
     const Collection& c;
     u64* const entries;
     const u32 step;  // documents from one turn to the next
     u32 first;       // document of the first turn
     u32 used = 0, turns;
-    u32 begins = ALL;  // where there this lane's row does, its length above; ALL where that is none of these turns'
+    u32 begins = ALL;  // start of this lane's row in the list, below its length; ALL if it is not in the list
 
-    // Multiplies weights by the query's, 0 where the filter was wrong. Returns the document of this lane's row, or -1.
+    // Replace entries by products of weights and the query's weights, which are 0 for false positives of the filter. Returns
+    // the document of this lane's row, or -1.
     __device__ int multiply() {
         __syncwarp();
         const u32 i = document();
@@ -200,7 +200,7 @@ struct List {
         return doc;
     }
 
-    // Adds the products up, a lane a row, which empties the list.
+    // Sum the products, a lane per row, and empty the list.
     __device__ void add_up(int doc, u32 next) {
         __syncwarp();
         const u64* product = entries + begins % 65536;
@@ -219,15 +219,15 @@ struct List {
     __device__ u32 document() const { return first + lane_id() / 8 * step + lane_id() % 8; }
 };
 
-// Keys by scores that are fp64 sums over rows.
+// Write keys of scores that are fp64 sums over rows.
 //
-// Few of a row's terms are the query's. A lane asks the filter about eight terms at a time, in a bank of its own, and
-// keeps the answers as bits. What passes goes into a list of the warp's, in order; once that is full, or 32 rows have
-// been read, the lanes share it out, load weights and the query's weights, and put the products in its place; then a
-// lane adds up a row. Rows whose terms do not fit are added up on the spot. The next rows are under way meanwhile. A
-// warp's first list is of fewer rows than the one's before, so that they do not all wait at the same time.
+// Few of a row's terms are in the query. A lane looks up eight terms at a time in the filter, in its own bank, and keeps
+// the answers as bits. Entries that pass go to the warp's list, in order. When the list is full, or has 32 rows, the lanes
+// load the weights and the query's weights of its entries and replace them by the products; then a lane sums a row. Rows
+// that do not fit the list are summed directly. The next rows are loaded meanwhile. The first lists of different warps have
+// different numbers of rows, so that the warps do not wait at the same time.
 //
-// i: which document the first of room.rows is; step: how many further the row is that comes TURN later.
+// i: document of the first of room.rows. step: distance of the documents of two rows that are TURN rows apart.
 __device__ void score_rows(const Collection& c, u32 i, u32 step) {
     const u32 lane = lane_id(), warp = threadIdx.x / 32, eight = 8 * (lane % 4);
     u32 row = threadIdx.x / 4;
@@ -253,7 +253,7 @@ __device__ void score_rows(const Collection& c, u32 i, u32 step) {
     };
 
     for (fetch();;) {
-        // Rounds take turns between two words of answers, so that both have about as many.
+        // Rounds alternate between two words of answers, so that both have about as many.
         u32 even = 0, odd = 0;
         const int left = coming;
         u64 entry = following;
@@ -312,7 +312,7 @@ __device__ void score_rows(const Collection& c, u32 i, u32 step) {
     }
 }
 
-// The scale and the zero of a document: of the last chunk that begins at or before it.
+// (scale, zero) of a document, which are those of the last chunk that begins at or before it.
 __device__ float2 scale_of(int doc, const float2* scales, const int* chunk_docs, u32 chunks) {
     u32 low = 0;
     for (u32 high = chunks; high - low > 1;) {
@@ -322,13 +322,13 @@ __device__ float2 scale_of(int doc, const float2* scales, const int* chunk_docs,
     return scales[low];
 }
 
-// Writes the scores and ids that the keys stand for, each at its rank, if that is one of the k best: buckets of equal
-// width, and a count of the larger ones in its own. `_write_ranked` does it in global memory.
+// Write the scores and ids of the k best keys, each at its rank: a bucket sort in shared memory. See `_write_ranked`, which
+// does it in global memory.
 __device__ void rank(const i64* keys, u32 n, u32 k, float* scores, i64* ids) {
     auto& [counts, begins, moved, sums, most, least] = room.ranks;
     i64 key[EACH];
     u32 place[EACH];
-    constexpr int NONE = 1 << 31, ANY = ~NONE;  // the least and the largest there is
+    constexpr int NONE = 1 << 31, ANY = ~NONE;  // the least and the largest int
     int high = NONE, low = ANY;
     __syncthreads();
     if (threadIdx.x == 0) most = NONE, least = ANY;
@@ -362,7 +362,7 @@ __device__ void rank(const i64* keys, u32 n, u32 k, float* scores, i64* ids) {
     for (u32 u = 0; u < EACH; u++)
         if (u * THREADS + threadIdx.x < n) moved[begins[bucket(key[u])] + place[u]] = key[u];
     __syncthreads();
-    // Bucket by bucket from here on, so that neighbours write the same lines.
+    // From here on keys are in the order of buckets, so that neighbouring threads write the same lines.
     for (u32 at = threadIdx.x; at < n; at += THREADS) {
         const i64 mine = moved[at];
         const u32 b = bucket(mine), begin = begins[b];
@@ -375,12 +375,12 @@ __device__ void rank(const i64* keys, u32 n, u32 k, float* scores, i64* ids) {
     }
 }
 
-// Exact scores of the kept documents of a query; blocks (q, part). The filter tells most of what is not in the query,
-// where it has few enough terms. Reads the terms of the rows (2 bytes an entry) once a kept document, and weights where
-// the query has the term; writes 8 bytes each.
+// Exact scores of the kept documents of a query; blocks (q, part). A filter rejects most terms that are not in the query,
+// if that has few enough terms. Reads the terms of a kept document's row (2 bytes per entry) once, and the weights of the
+// query's terms; writes 8 bytes per document.
 //
-// RANKED: the only block of a query writes the k best, too, where that is simple, and leaves a count of -1; where not,
-// it counts the query in progress[2].
+// RANKED: the only block of a query also writes the k best, if that is simple, and stores a count of -1; else it counts the
+// query in progress[2].
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rescore(const float* query, const i64* offsets, const unsigned short* terms, const STORED* weights,
             const float2* scales, const int* chunk_docs, u32 chunks, const int* query_terms, const int* query_counts,
@@ -390,18 +390,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const u32 part = blockIdx.y, parts = gridDim.y, count = query_counts[q], longs = long_counts[q];
     const bool filtered = count <= FILTER_TERMS;
     query_terms += q * L;
-    // Terms are `_prepare_kernel`'s, which had ended when `select_kernel`, the one in front, started.
+    // The terms were written by `_prepare_kernel`, which ended before the preceding `select_kernel` started.
     if (PDL && filtered) set_filter(query_terms, count, longs, L - count);
     wait_for_previous();
     const u32 n = kept_counts[q];
-    // Where documents may have come twice, there were fewer than k candidates.
+    // Documents may occur twice only if there were fewer than k candidates.
     const bool simple = RANKED && filtered && n >= k && n <= MOST && u32(found[q * APART]) >= k;
     if (RANKED && !simple && threadIdx.x == 0) atomicAdd(&progress[2], 1);
     kept += q * ROOM;
     keys += q * ROOM;
     const Collection c = {terms, weights, query + q * V, kept, keys, n};
 
-    if (!filtered) {  // a warp a document
+    if (!filtered) {  // a warp per document
         for (u32 i = part * WARPS + threadIdx.x / 32; i < n; i += parts * WARPS) {
             const int doc = kept[i];
             const float2 scale = SCALED ? scale_of(doc, scales, chunk_docs, chunks) : float2{};
@@ -427,10 +427,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
             where[u] = start | length << LENGTH_AT;
             kind[u] = i < n ? CLASSES - min(u32(length + start % 8 + 31) / 32, CLASSES) : CLASSES + 1;
         }
-        if (!PDL && first == 0) set_filter(query_terms, count, longs, L - count);  // while the first are looked up
-        if (threadIdx.x < 32) room.classes[threadIdx.x] = 0;  // where this warp's own list was
-        __syncthreads();                                      // and all are done with the rows before
-        // A warp's rows are to end together: the longest first, in any order else.
+        if (!PDL && first == 0) set_filter(query_terms, count, longs, L - count);  // beside the first look-ups
+        if (threadIdx.x < 32) room.classes[threadIdx.x] = 0;  // in the memory of this warp's list
+        __syncthreads();                                      // all warps have scored the previous rows
+        // Rows are sorted by length, the longest first, so that a warp's rows end at the same time.
 #pragma unroll
         for (u32 u = 0; u < ROWS / THREADS; u++) {
             const u32 same = __match_any_sync(ALL, kind[u]), below = __popc(same & (1u << lane_id()) - 1);
