@@ -19,12 +19,18 @@ from torch import fx, nn
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import bytes_of, expected
+from sparse_inductor.graph.fakes import bytes_of
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
-from sparse_inductor.match.feed_forward.entries import SCATTERS, Entries, entries, sizes_of
+from sparse_inductor.match.feed_forward.entries import (
+    SCATTERS,
+    Entries,
+    entries,
+    ratio_of,
+    sizes_of,
+)
 from sparse_inductor.pattern import Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -129,8 +135,8 @@ class SparseDecode(Recogniser):
         down, values = match.down, match.found.values
         learnt = view.needs_grad(values) or view.needs_grad(down.weight_source)
         sizes = sizes_of(down.source, down.node, down.node, learnt)
-        k = max(1, expected(fake(values).shape[-1]))
-        return look_up(NAME, fake(down.node).device, **sizes, ratio=sizes["neurons"] // k)
+        sizes |= ratio_of(down.source, fake(values).shape[-1])
+        return look_up(NAME, fake(down.node).device, **sizes)
 
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:

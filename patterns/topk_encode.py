@@ -21,14 +21,20 @@ from sparse_inductor.epilogue.steps import Step
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import expected
 from sparse_inductor.graph.no_match import NoMatch, if_matched
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COPIES
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
-from sparse_inductor.match.feed_forward.entries import Shift, is_last, shift_of, shifted, sizes_of
+from sparse_inductor.match.feed_forward.entries import (
+    Shift,
+    is_last,
+    ratio_of,
+    shift_of,
+    shifted,
+    sizes_of,
+)
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
@@ -133,11 +139,10 @@ class TopkEncode(Recogniser):
         return EncoderMatch(node, chain, scores, k, left, shift, matched)
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
-        k = max(1, expected(match.k if isinstance(match.k, int) else fake(match.k)))
+        k = match.k if isinstance(match.k, int) else fake(match.k)
         x, learnt = match.chain.linear.source, _learnt(view, match.chain)
-        sizes = sizes_of(match.scores, x, match.scores, learnt)
-        device = fake(match.scores).device
-        return look_up(NAME, device, **sizes, ratio=sizes["neurons"] // k)
+        sizes = sizes_of(match.scores, x, match.scores, learnt) | ratio_of(match.scores, k)
+        return look_up(NAME, fake(match.scores).device, **sizes)
 
 
 def _learnt(view: GraphView, chain: Chain) -> bool:

@@ -599,6 +599,21 @@ def test_short_rows_on_a_cpu_stay_sorted(name, columns, training, rewritten):
     assert len(found.rewrites) == rewritten
 
 
+@pytest.mark.parametrize("operator", ["topk_encode", "sparse_decode"])
+def test_kernels_of_a_gpu_are_not_compiled_for_ever_new_k(operator):
+    sizes = {
+        "tokens": 8192,
+        "neurons": 65_536,
+        "width": 4096,
+        "ratio": 2048,
+        "bits": 16,
+        "training": 1,
+    }
+    found = break_even.look_up(operator, torch.device("cuda"), **sizes, changing=1)
+    assert found.below == 0 and "k changes" in found.reason
+    assert "k changes" not in break_even.look_up(operator, CPU, **sizes, changing=1).reason
+
+
 def test_a_device_without_a_row_is_left_alone():
     found = break_even.look_up("entmax", torch.device("xpu"), elements=1 << 20)
     assert found.below == 0 and found.reason == "not measured on xpu for 1,048,576 elements"

@@ -9,6 +9,8 @@ from torch import nn
 
 import sparse_inductor
 from sparse_inductor.aten import sparse_rows as aten
+from sparse_inductor.pattern import registered
+from sparse_inductor.policy.worth import Worth
 from sparse_inductor.testing import (
     assert_matches_reference,
     assert_rewrites,
@@ -104,6 +106,30 @@ def test_it_is_rewritten_and_keeps_its_numbers(program):
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
     explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert_rewrites(explanation, expected=BOTH)
+
+
+class OfAnyK(Autoencoder):
+    def forward(self, x, k):
+        pre = (x - self.b_dec) @ self.W_enc + self.b_enc
+        values, indices = pre.topk(k, dim=-1, sorted=False)
+        return torch.zeros_like(pre).scatter_(-1, indices, values.relu()) @ self.W_dec
+
+
+def test_k_may_be_a_symbol_of_which_break_even_points_know(monkeypatch):
+    changing = []
+
+    def look_up(operator, device, **sizes):
+        changing.append(sizes["changing"])
+        return Worth(1.0)
+
+    for name in BOTH:
+        monkeypatch.setattr(registered()[name].__module__ + ".look_up", look_up)
+    model, x = OfAnyK(None), torch.randn(6, 8)
+    with sparse_inductor.enabled(only=[*BOTH], policy="auto"):
+        compiled = compile_without_codegen(model)
+        for k in (4, 6, 9):  # the second value makes it a symbol
+            torch.testing.assert_close(compiled(x, k), model(x, k))
+    assert changing == [0, 0, 1, 1]
 
 
 def centred_twice(s, x):

@@ -48,7 +48,9 @@ _MILLION = 1_000_000
 _POPULAR, _LAUNCHES, _LOOK = 0.015, 100 * _MILLION, 2.5
 # Weights that all rows would gather, times rows, from which on a GPU takes longer than the host that launches it.
 _LEAST, _LEAST_TRAINED = 90_000 * _MILLION, 130_000 * _MILLION
-_FLAGS = frozenset(("training", "constant", "shared", "weighed", "rectified", "bag", "sorts"))
+_FLAGS = frozenset(
+    ("training", "constant", "shared", "weighed", "rectified", "bag", "sorts", "changing")
+)
 
 TABLE: Sequence[Row] = (
     # SPLADE head. logits: tokens x vocabulary.
@@ -243,11 +245,16 @@ TABLE: Sequence[Row] = (
     Row(
         "relu_ffn", "cpu", 0, "0.7x to 1.2x on an AMD EPYC, whatever is active", "2026-11-26",
     ),
-    # TopK autoencoders. ratio: neurons for each entry of a row; width: of the input, or of the decoder's result.
+    # TopK autoencoders. ratio: neurons for each entry of a row; width: of the input, or of the decoder's result;
+    # changing: whether k is a symbol.
     *(
         row
         for operator in ("topk_encode", "sparse_decode")
         for row in (
+            Row(
+                operator, "cuda", 0, "k changes from call to call, and a GPU's kernels are compiled for each k",
+                "2026-11-30", least={"changing": 1},
+            ),
             Row(
                 operator, "sm90", 1, "1.25x to 2.9x in training, 1.8x to 2.0x in inference on an H100", "2026-11-26",
                 least={"tokens": 4096, "neurons": 16_384, "width": 768, "ratio": 512}, most={"bits": 16},

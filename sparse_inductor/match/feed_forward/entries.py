@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from ...graph.effects import reached
@@ -269,3 +270,9 @@ def sizes_of(
         "bits": 8 * fake(computed).dtype.itemsize,
         "training": int(learnt),
     }
+
+
+def ratio_of(activations: fx.Node, k: int | torch.SymInt) -> dict[str, int]:
+    """What they depend on besides where a row has k entries of the N activations: N / k, and whether k is a symbol."""
+    neurons = expected(fake(activations).shape[-1])
+    return {"ratio": neurons // max(1, expected(k)), "changing": int(not isinstance(k, int))}
