@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sparse_inductor
 
-from . import measure
 from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory, race
 from .publish import Cell, Point, Results, Row, Sample, write
 
 Label = tuple[str, str]
 """(case, contender): "B8 S256, forward", "ours"."""
+Limits = tuple[float | None, float | None]
+"""A floor and a goal."""
+NONE: Limits = (None, None)
+FORWARD, TRAINING, INFERENCE = "forward", "forward + backward", "inference"
+"""What is called; the first is that of a training step: what the backward needs is kept."""
 
 
 class NotRewritten(RuntimeError):
@@ -80,7 +85,7 @@ class Bench:
         if self.cuda:
             torch.cuda.empty_cache()
 
-    def sections(self, parts: Iterable[Callable[[Bench], None]]) -> None:
+    def sections(self, parts: Iterable[Section]) -> None:
         """Run these, and write what is known after each: whatever happens to the others, it is there."""
         for part in parts:
             self.section(part, self)
@@ -121,11 +126,14 @@ class Bench:
     def race(
         self, works: Mapping[Label, Work], seconds: float | None = None, weigh: bool = True
     ) -> dict[Label, Timing]:
-        """Time all of these in turn and write each down; on a GPU its peak memory too (`weigh`)."""
+        """Time all of these in turn, tiny sizes briefly; write each down, and on a GPU its peak memory (`weigh`)."""
         if seconds is None:
-            seconds = 0.2 if self.quick else 2.5 if self.cuda else 10.0
-        rounds = (2, 3) if self.quick else (5, 40)
-        found = race(works, self.device, seconds, rounds)
+            seconds = 2.5 if self.cuda else 10.0
+        found = (
+            race(works, self.device, 0.2, (2, 3))
+            if self.quick
+            else race(works, self.device, seconds, (5, 40))
+        )
         for (case, name), timing in found.items():
             memory = peak_memory(works[case, name], self.device) if self.cuda and weigh else None
             self.sample(case, name, timing, memory)
@@ -143,19 +151,6 @@ class Bench:
         after = f", latency {timing.latency:.4g} ms" if timing.latency is not None else ""
         said = f" ({note})" if note else ""
         self.say(f"{case}: {name} {timing.ms:.4g} ms{after}{weight}{said}")
-
-    def host(self, name: str, ours: Work, plain: Work, theirs: Work) -> None:
-        """Write down what the host does for a call of our compiled graph beyond one of `plain`.
-
-        plain: a compiled graph of the same inputs in which Inductor launches next to nothing.
-        theirs: the unrewritten graph.
-        """
-        much = (2, 2) if self.quick else (40, 20)
-        mine, least, other = measure.host_us((ours, plain, theirs), *much)
-        note = f"{mine:.3g} us / {least:.3g} us; unrewritten {other:.3g} us"
-        label = f"{name}: host time of a call over that of a graph of Inductor's least"
-        self.row(label, mine - least, "us", 5, 0, note=note)
-        self.say(f"{label} {mine - least:.3g} us ({note})")
 
     def left_out(self, case: str, name: str, why: str) -> None:
         """Write down that a contender was not measured."""
@@ -182,6 +177,53 @@ class Bench:
             floor = goal = None
         self.results.rows.append(Row(name, value, unit, floor, goal, higher, note, self.part))
 
+    def compare(
+        self,
+        name: str,
+        a: Timing | None,
+        b: Timing | None,
+        limits: Limits = NONE,
+        higher: bool = False,
+        remark: str = "",
+    ) -> None:
+        """Write down how many times as long `a` takes as `b`."""
+        self.row(name, ratio(a, b), "x", *limits, higher, both(a, b) + remark)
+
+    def over(
+        self,
+        taken: Mapping[Label, Timing],
+        case: str,
+        a: str,
+        b: str,
+        limits: Limits = NONE,
+        what: str = "",
+        remark: str = "",
+    ) -> None:
+        """The same of two contenders of a case, one of them ours, which is to take less. what: another name for it."""
+        first, second = (taken.get((case, name)) for name in (a, b))
+        name = f"{case}: time, {what or f'{a} over {b}'}"
+        self.compare(name, first, second, limits, a != "ours", remark)
+
+    def measure_point(
+        self,
+        axis: str,
+        at: int,
+        name: str,
+        make: Callable[[], Work],
+        seconds: float,
+        weigh: bool = True,
+    ) -> Point:
+        """A contender at one place of a curve, where there is time left; `make` makes what is called."""
+        if self.late():
+            return Point(axis, at, name, None, None, "not measured: out of time")
+        torch._dynamo.reset()
+        gc.collect()
+        work = make()
+        ms = race({name: work}, self.device, 0.1 if self.quick else seconds, (3, 20))[name].ms
+        peak = peak_memory(work, self.device).peak if self.cuda and weigh else None
+        self.say(f"sweep {axis} {at}: {name} {ms:.4g} ms")
+        return Point(axis, at, name, ms, peak)
+
     def point(self, point: Point) -> None:
         """Write down one place of a curve."""
         self.results.points.append(dataclasses.replace(point, section=self.part))
@@ -196,6 +238,20 @@ class Bench:
         )
 
 
+Section = Callable[[Bench], None]
+"""A part of a family."""
+
+
+def part(name: str, run: Callable[..., None], *args: Any, **how: Any) -> Section:
+    """The part of this name: `run`, given these after the bench."""
+
+    def section(bench: Bench) -> None:
+        run(bench, *args, **how)
+
+    section.__name__ = name
+    return section
+
+
 def both(a: Timing | None, b: Timing | None) -> str:
     """Two times as a remark on their ratio."""
     return f"{a.ms:.4g} ms / {b.ms:.4g} ms" if a and b else ""
@@ -204,6 +260,83 @@ def both(a: Timing | None, b: Timing | None) -> str:
 def ratio(a: Timing | None, b: Timing | None) -> float | None:
     """How many times as long `a` takes as `b`."""
     return a.ms / b.ms if a and b else None
+
+
+# --- One call ---------------------------------------------------------------------------------------------------------
+
+
+def call(
+    program: Callable[..., Any],
+    inputs: Sequence[Any],
+    kind: str,
+    wanted: Sequence[Tensor] = (),
+    grad: Tensor | Sequence[Tensor] | None = None,
+) -> Work:
+    """A call of the program. In training it returns the gradients of `wanted` behind the results, whose own gradient is
+    `grad`; without one, it is drawn."""
+
+    def inference() -> Any:
+        with torch.no_grad():
+            return program(*inputs)
+
+    def training() -> tuple[Any, ...]:
+        nonlocal grad
+        out = program(*inputs)
+        if grad is None:
+            grad = torch.randn_like(out)
+        return *(out if isinstance(out, tuple) else (out,)), *torch.autograd.grad(out, wanted, grad)
+
+    return {
+        INFERENCE: inference,
+        FORWARD: lambda: program(*inputs),
+        TRAINING: training,
+    }[kind]
+
+
+class Case:
+    """A module with what it is called with: `inputs`, and in training `wanted` and `grad`, as `call` takes them."""
+
+    pattern: str
+    """What rewrites it."""
+    label: str
+    """For the tables."""
+    module: nn.Module
+    inputs: Sequence[Tensor]
+    wanted: Sequence[Tensor]
+    grad: Tensor
+
+    def contender(self, name: str) -> Callable[..., Any]:
+        """One way of computing it; nothing is compiled before its first call."""
+        if name == "compile":
+            return compiled(self.module)
+        return rewritten(self.module, self.pattern) if name == "ours" else self.module
+
+    def work(self, kind: str, run: Callable[..., Any]) -> Work:
+        """A call of a contender."""
+        return call(run, self.inputs, kind, self.wanted, self.grad)
+
+    def works(
+        self, kinds: Sequence[str], names: Sequence[str], remark: str = ""
+    ) -> dict[Label, Work]:
+        """What `Bench.race` takes: each kind of call by each contender."""
+        runs = {name: self.contender(name) for name in names}
+        return {
+            (f"{self.label}{remark}, {kind}", name): self.work(kind, runs[name])
+            for kind in kinds
+            for name in names
+        }
+
+
+def step(
+    family: str, sizes: Sequence[Any], name: str, kind: str, seconds: float = 0.0
+) -> dict[str, Any]:
+    """Median time (if `seconds`) and peak memory of one contender of a family's case on the CPU, for `isolated`."""
+    module, device = importlib.import_module(f"benchmarks.families.{family}"), torch.device("cpu")
+    case = module.Case(module.Shape(*sizes), device)
+    work = case.work(kind, case.contender(name))
+    peak = peak_memory(work, device).peak
+    ms = race({name: work}, device, seconds, (3, 20))[name].ms if seconds else None
+    return {"peak": peak, "ms": ms}
 
 
 # --- An unchanged module, unrewritten and rewritten, in one process ---------------------------------------------------

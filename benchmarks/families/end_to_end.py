@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.bench import Bench, both, graphed, ratio
+from benchmarks.bench import NONE, Bench, Limits, Section, both, graphed, part
 from benchmarks.clients import encoder, fit, llama, splade
 from benchmarks.clients.fit import Trial
 from benchmarks.measure import MIB, Timing, Work
@@ -46,9 +46,6 @@ def run(bench: Bench) -> None:
             continue
         bench.section(section, bench)
         bench.save()
-
-
-Section = Callable[[Bench], None]
 
 
 # --- SPLADE training --------------------------------------------------------------------------------------------------
@@ -111,8 +108,7 @@ class Splade:
         self,
         case: str,
         batches: dict[str, int],
-        floor: float | None = None,
-        goal: float | None = None,
+        limits: Limits = NONE,
         rounds: int = 1,
     ) -> None:
         """A row with samples a second, and a line a contender."""
@@ -125,7 +121,7 @@ class Splade:
         note += f"{batches['ours']} / {batches['compile']}"
         name = f"{case}: samples a second, ours over compile"
         value = rates["ours"] / rates["compile"]
-        self.bench.row(name, value, "x", floor, goal, True, note)
+        self.bench.row(name, value, "x", *limits, True, note)
 
 
 def _splade(
@@ -133,8 +129,8 @@ def _splade(
     case: str,
     sizes: splade.Sizes,
     start: int,
-    batch: tuple[float, float],
-    speed: tuple[float, float],
+    batch: Limits,
+    speed: Limits,
     checkpointing: bool = False,
 ) -> None:
     """Largest batches, samples a second, and what else a reader wants to know of it."""
@@ -148,10 +144,10 @@ def _splade(
     value = batches["ours"] / batches["compile"]
     bench.row(f"{case}: largest batch, ours over compile", value, "x", *batch, True, note)
     _same_batch(bench, case, found)
-    work.compare(case, batches, *speed)
+    work.compare(case, batches, speed)
     if sizes.vocabulary < 100_000 and not checkpointing:
         work.training.texts.padded = True
-        work.compare(f"{case}, random lengths", batches, *speed)
+        work.compare(f"{case}, random lengths", batches, speed)
         work.training.texts.padded = False
         active = work.training.activate(None)
         work.compare(f"{case}, untrained: {active:.2g} active", batches)
@@ -188,8 +184,7 @@ def _llama(
     sizes: llama.Sizes,
     rows: int,
     activity: Sequence[tuple[float, float]],
-    floor: float | None,
-    goal: float | None,
+    limits: Limits = NONE,
     places: int = 1,
 ) -> None:
     """Tokens a second of "prefill" or "decode", under one CUDA graph each.
@@ -218,8 +213,8 @@ def _llama(
             least, most = found[0][0], found[-1][0]
             note += f"; median of {places} places of the weights, {least:.3g}x to {most:.3g}x"
         name = f"{case}: tokens a second, ours over compile"
-        limits = (floor, goal) if share == activity[0][0] else (None, None)
-        bench.row(name, value, "x", *limits, True, note)
+        judged = limits if share == activity[0][0] else NONE
+        bench.row(name, value, "x", *judged, True, note)
 
 
 def _llama_at(
@@ -244,7 +239,7 @@ def _llama_at(
         if "eager" in runs:  # the first model: for others nothing is compiled anew
             llama.checked(name, work)
         works[label, name] = graphed(work) if bench.cuda and not bench.quick else work
-    taken = bench.race(works, 0.2 if bench.quick else 1.0, weigh=False)
+    taken = bench.race(works, 1.0, weigh=False)
     theirs, mine = (taken[label, name] for name in NAMES)
     return case, theirs, mine
 
@@ -262,13 +257,11 @@ def _encoder(bench: Bench, sizes: encoder.Sizes, names: Sequence[str]) -> None:
         first, last = works["ours"].supports()
         case = f"entmax encoder, {sizes}, {kind}, support {first:.3g} to {last:.3g}"
         race = {(case, name): work.step for name, work in works.items()}
-        taken = bench.race(race, 0.2 if bench.quick else 2.0)
-        mine, other = taken[case, "ours"], taken[case, names[-1]]
+        taken = bench.race(race, 2.0)
         judged = kind == "trained scores" and names[-1] == "softmax"
-        limits = (1.1, 0.8) if judged else (None, None)
         name = f"{case}: training step, ours over {names[-1]}"
-        note = both(mine, other)
-        bench.row(name, ratio(mine, other), "x", *limits, note=note)
+        limits = (1.1, 0.8) if judged else NONE
+        bench.compare(name, taken[case, "ours"], taken[case, names[-1]], limits)
 
 
 # --- What is measured where -------------------------------------------------------------------------------------------
@@ -283,33 +276,22 @@ def _gpu_sections(bench: Bench) -> list[Section]:
         layers = encoder.Sizes(2, 64, 1, 1, 64)
     small, large = "SPLADE training, BERT-base", "SPLADE training, vocabulary of XLM-R"
 
-    def splade_bert(bench: Bench) -> None:
-        _splade(bench, small, bert, 256, (1.3, 2.0), (1.15, 1.5))
-
-    def splade_xlm_r(bench: Bench) -> None:
-        _splade(bench, large, roberta, 64, (10.0, 26.0), (2.0, 3.0))
-
-    def splade_xlm_r_checkpointed(bench: Bench) -> None:
-        name = f"{large}, activation checkpointing"
-        _splade(bench, name, roberta, 64, (10.0, 26.0), (2.0, 3.0), checkpointing=True)
-
-    def llama_prefill(bench: Bench) -> None:
-        activity = [(0.01, 0.0), (0.01, ALIKE), (30 / 5632, 0.0)]
-        _llama(bench, "prefill", model, prompts, activity, 1.15, 1.4)
-
-    def llama_decode(bench: Bench) -> None:
-        short = model if bench.quick else llama.Sizes(context=1024)
-        places = 1 if bench.quick else 5
-        _llama(bench, "decode", short, 1, [(0.01, 0.0), (30 / 5632, 0.0)], 1.3, 1.8, places)
-
-    def entmax_encoder(bench: Bench) -> None:
-        _encoder(bench, layers, ("ours", "softmax"))
-
-    def splade_bert_eager(bench: Bench) -> None:
-        _splade_eager(bench, small, bert)
-
-    return [splade_bert, splade_xlm_r_checkpointed, llama_decode, llama_prefill, entmax_encoder,
-            splade_xlm_r, splade_bert_eager]  # fmt: skip
+    xlm_r = 64, (10.0, 26.0), (2.0, 3.0)
+    prompt = [(0.01, 0.0), (0.01, ALIKE), (30 / 5632, 0.0)]
+    short, places = (model, 1) if bench.quick else (llama.Sizes(context=1024), 5)
+    token = [(0.01, 0.0), (30 / 5632, 0.0)]
+    return [
+        part("splade_bert", _splade, small, bert, 256, (1.3, 2.0), (1.15, 1.5)),
+        part(
+            "splade_xlm_r_checkpointed", _splade, f"{large}, activation checkpointing", roberta,
+            *xlm_r, checkpointing=True,
+        ),
+        part("llama_decode", _llama, "decode", short, 1, token, (1.3, 1.8), places),
+        part("llama_prefill", _llama, "prefill", model, prompts, prompt, (1.15, 1.4)),
+        part("entmax_encoder", _encoder, layers, ("ours", "softmax")),
+        part("splade_xlm_r", _splade, large, roberta, *xlm_r),
+        part("splade_bert_eager", _splade_eager, small, bert),
+    ]  # fmt: skip
 
 
 def _cpu_sections(bench: Bench) -> list[Section]:
@@ -320,22 +302,19 @@ def _cpu_sections(bench: Bench) -> list[Section]:
         texts, batch = splade.Sizes(500, 1, 64, 16), 4
         model, layers = llama.Sizes(1, 64, 256, 2, 100, 32), encoder.Sizes(1, 64, 1, 1, 64)
 
-    def splade_training(bench: Bench) -> None:
-        work = Splade(bench, texts, f"batch, V {texts.vocabulary}")
-        for name in NAMES:
-            done = [fit.attempt(partial(work.training.step, name), b, bench.device)
-                    for b in (batch, 2 * batch)]  # fmt: skip
-            for t in done:
-                work.point(name, dataclasses.replace(t, peak=None))
-        work.compare(f"SPLADE training, {texts}", dict.fromkeys(NAMES, batch))
+    return [
+        part("splade_training", _splade_given, texts, batch),
+        part("llama_prefill", _llama, "prefill", model, 1, [(0.01, 0.0)]),
+        part("llama_decode", _llama, "decode", model, 1, [(0.01, 0.0)]),
+        part("entmax_encoder", _encoder, layers, ("ours", "compile")),
+    ]
 
-    def llama_prefill(bench: Bench) -> None:
-        _llama(bench, "prefill", model, 1, [(0.01, 0.0)], None, None)
 
-    def llama_decode(bench: Bench) -> None:
-        _llama(bench, "decode", model, 1, [(0.01, 0.0)], None, None)
-
-    def entmax_encoder(bench: Bench) -> None:
-        _encoder(bench, layers, ("ours", "compile"))
-
-    return [splade_training, llama_prefill, llama_decode, entmax_encoder]
+def _splade_given(bench: Bench, sizes: splade.Sizes, batch: int) -> None:
+    """With this batch, and twice as many texts."""
+    work = Splade(bench, sizes, f"batch, V {sizes.vocabulary}")
+    for name in NAMES:
+        for size in (batch, 2 * batch):
+            found = fit.attempt(partial(work.training.step, name), size, bench.device)
+            work.point(name, dataclasses.replace(found, peak=None))
+    work.compare(f"SPLADE training, {sizes}", dict.fromkeys(NAMES, batch))

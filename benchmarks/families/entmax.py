@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import sparse_inductor
-from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten
-from benchmarks.measure import Work
-
-INFERENCE, TRAINING = "forward", "forward + backward"
+from benchmarks import bench as common
+from benchmarks.bench import INFERENCE, NONE, TRAINING, Bench, Limits, Section, part
 
 
 def run(bench: Bench) -> None:
@@ -27,25 +25,30 @@ def run(bench: Bench) -> None:
     bench.sections(_gpu_sections(bench) if bench.cuda else _cpu_sections(bench))
 
 
+def package(x: Tensor, alpha: float | Tensor, exact: bool = True, halvings: int = 50) -> Tensor:
+    """The package's function for this alpha, over the last dimension."""
+    import entmax
+
+    if exact and isinstance(alpha, float) and alpha in (1.5, 2.0):
+        return (entmax.entmax15 if alpha == 1.5 else entmax.sparsemax)(x, dim=-1)
+    return entmax.entmax_bisect(x, alpha, dim=-1, n_iter=halvings)
+
+
 class Rows(nn.Module):
-    """What users write: a function of the package over the last dimension."""
+    """What users write."""
 
     def __init__(self, alpha: float, exact: bool = True, halvings: int = 50) -> None:
         super().__init__()
         self.alpha, self.exact, self.halvings = alpha, exact, halvings
 
     def forward(self, x: Tensor) -> Tensor:
-        import entmax
-
-        if self.exact and self.alpha == 1.5:
-            return entmax.entmax15(x, dim=-1)
-        if self.exact and self.alpha == 2.0:
-            return entmax.sparsemax(x, dim=-1)
-        return entmax.entmax_bisect(x, self.alpha, dim=-1, n_iter=self.halvings)
+        return package(x, self.alpha, self.exact, self.halvings)
 
 
-class Case:
+class Case(common.Case):
     """Random rows: scores of attention, normal with the paper's deviation of sqrt(6)."""
+
+    pattern = "entmax"
 
     def __init__(
         self,
@@ -57,41 +60,18 @@ class Case:
     ):
         torch.manual_seed(0)
         # The package's own 50 halvings, which take a minute to compile.
-        self.alpha, self.rows = alpha, Rows(alpha, exact, 20 if quick else 50)
+        self.alpha, self.module = alpha, Rows(alpha, exact, 20 if quick else 50)
         self.x = (torch.randn(*shape, device=device) * math.sqrt(6)).requires_grad_()
+        self.inputs = self.wanted = (self.x,)
         self.grad = torch.randn(*shape, device=device)
         function = "entmax15" if alpha == 1.5 else "sparsemax" if alpha == 2.0 else "entmax_bisect"
         function = function if exact else "entmax_bisect"
         self.label = f"{list(shape)} fp32, {function} alpha {alpha}"
 
-    def works(self, kinds: Sequence[str], names: Sequence[str]) -> dict[Label, Work]:
-        """What `Bench.race` takes."""
-        runs = {name: self._contender(name) for name in names}
-        return {
-            (f"{self.label}, {kind}", name): self.work(kind, runs[name])
-            for kind in kinds
-            for name in names
-        }
-
-    def _contender(self, name: str) -> Callable[[Tensor], Tensor]:
+    def contender(self, name: str) -> Callable[[Tensor], Tensor]:
         if name == "operator":
             return lambda x: sparse_inductor.ops.entmax(x, self.alpha)
-        if name == "copy":
-            return torch.clone
-        if name == "eager":
-            return self.rows
-        return compiled(self.rows) if name == "compile" else rewritten(self.rows, "entmax")
-
-    def work(self, kind: str, run: Callable[[Tensor], Tensor]) -> Work:
-        def inference() -> Tensor:
-            with torch.no_grad():
-                return run(self.x)
-
-        def training() -> tuple[Tensor, Tensor]:
-            y = run(self.x)
-            return y, torch.autograd.grad(y, self.x, self.grad)[0]
-
-        return {INFERENCE: inference, TRAINING: training}[kind]
+        return torch.clone if name == "copy" else super().contender(name)
 
 
 def _contenders(bench: Bench, case: Case) -> list[str]:
@@ -101,45 +81,19 @@ def _contenders(bench: Bench, case: Case) -> list[str]:
     return ["operator"]
 
 
-Section = Callable[[Bench], None]
-
-
 def _gpu_sections(bench: Bench) -> list[Section]:
     shapes = [(64, 64)] if bench.quick else [(8192, 8192), (65536, 512), (512, 131072)]
 
-    def section(shape: tuple[int, int], alpha: float) -> Section:
-        def against_the_copy(bench: Bench) -> None:
-            judged = shape == shapes[0]
-            _against_copy(bench, Case(shape, bench.device, alpha, quick=bench.quick), judged)
-
-        against_the_copy.__name__ = f"copy_{shape[0]}x{shape[1]}_alpha_{alpha}"
-        return against_the_copy
-
-    rows = [section(shape, alpha) for shape in shapes for alpha in (1.5, 2.0, 1.25)]
-    return [*rows, _host]
+    return [
+        part(f"copy_{rows}x{width}_alpha_{alpha}", _against_copy, (rows, width), alpha, at == 0)
+        for at, (rows, width) in enumerate(shapes)
+        for alpha in (1.5, 2.0, 1.25)
+    ]
 
 
-class Doubled(nn.Module):
-    """One kernel of Inductor's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-def _host(bench: Bench) -> None:
-    """The host's part of a call, at a size at which the GPU's is next to nothing."""
-    if importlib.util.find_spec("entmax") is None:
-        return
-    case = Case((64, 64), bench.device, 1.5)
-    runs = {"ours": rewritten(case.rows, "entmax"), "compile": compiled(case.rows)}
-    for kind in (INFERENCE, TRAINING):
-        plain = case.work(kind, compiled(Doubled()))
-        ours, theirs = (case.work(kind, runs[name]) for name in ("ours", "compile"))
-        bench.host(f"{case.label}, {kind}", ours, plain, theirs)
-
-
-def _against_copy(bench: Bench, case: Case, judged: bool) -> None:
+def _against_copy(bench: Bench, shape: Sequence[int], alpha: float, judged: bool) -> None:
     """Time over the least time in which the numbers can be read and written, at the measured copy rate."""
+    case = Case(shape, bench.device, alpha, quick=bench.quick)
     names = _contenders(bench, case)
     if case.x.numel() > 2**26 or case.x.shape[-1] > 2**14:
         names = [n for n in names if n != "eager"]  # its sort holds eight copies
@@ -151,7 +105,7 @@ def _against_copy(bench: Bench, case: Case, judged: bool) -> None:
         for name in ("ours", "operator"):
             if (mine := taken.get((f"{case.label}, {kind}", name))) is None:
                 continue
-            limits = (2.5, 1.3) if judged and kind == INFERENCE and name == "ours" else (None, None)
+            limits = (2.5, 1.3) if judged and kind == INFERENCE and name == "ours" else NONE
             what = "" if name == "ours" else " (operator)"
             note = f"{mine.ms:.4g} ms, at the copy rate {limit:.3g} ms"
             label = f"{case.label}, {kind}: time over the copy limit{what}"
@@ -160,24 +114,15 @@ def _against_copy(bench: Bench, case: Case, judged: bool) -> None:
 
 def _cpu_sections(bench: Bench) -> list[Section]:
     shape = (2, 2, 8, 32) if bench.quick else (8, 12, 512, 512)
-    wanted = ((1.5, True, 1.5, 3.0), (1.5, False, 8.0, 20.0), (2.0, True, None, None))
-
-    def section(alpha: float, exact: bool, floor: float | None, goal: float | None) -> Section:
-        def against_the_package(bench: Bench) -> None:
-            case = Case(shape, bench.device, alpha, exact, bench.quick)
-            _against_package(bench, case, floor, goal)
-
-        return against_the_package
-
-    return [section(*one) for one in wanted]
+    wanted = ((1.5, True, (1.5, 3.0)), (1.5, False, (8.0, 20.0)), (2.0, True, NONE))
+    return [part("against_the_package", _against_package, shape, *one) for one in wanted]
 
 
-def _against_package(bench: Bench, case: Case, floor: float | None, goal: float | None) -> None:
-    names = _contenders(bench, case)
-    taken = bench.race(case.works([INFERENCE, TRAINING], names), None if bench.quick else 60.0)
-    for kind in (INFERENCE, TRAINING):
-        theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("eager", "ours"))
-        label = f"{case.label}, {kind}: time, the package over ours"
-        limits = (floor, goal) if kind == INFERENCE else (None, None)
-        note = both(theirs, mine)
-        bench.row(label, ratio(theirs, mine), "x", *limits, higher=True, note=note)
+def _against_package(
+    bench: Bench, shape: Sequence[int], alpha: float, exact: bool, limits: Limits
+) -> None:
+    case = Case(shape, bench.device, alpha, exact, bench.quick)
+    taken = bench.race(case.works([INFERENCE, TRAINING], _contenders(bench, case)), 60.0)
+    for kind, judged in ((INFERENCE, limits), (TRAINING, NONE)):
+        label, what = f"{case.label}, {kind}", "the package over ours"
+        bench.over(taken, label, "eager", "ours", judged, what)

@@ -16,8 +16,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +24,25 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparse_inductor
-from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten
+from benchmarks import bench as common
+from benchmarks.bench import (
+    FORWARD,
+    INFERENCE,
+    NONE,
+    TRAINING,
+    Bench,
+    Label,
+    Section,
+    part,
+    step,
+)
 from benchmarks.clients import fit
-from benchmarks.measure import MIB, Timing, Work, isolated, peak_memory, race
-from benchmarks.publish import Point
+from benchmarks.measure import MIB, Timing, Work, isolated, peak_memory
+
+from .entmax import package
 
 # Of each comparison on a GPU: ten rounds and more of calls of a few milliseconds.
 SECONDS = 1.5
-FORWARD, TRAINING, INFERENCE = "forward", "forward + backward", "inference"
 PATTERN = "entmax_attention"
 PAPER_VARIANCE = 6.0
 
@@ -83,24 +93,18 @@ class Attention(nn.Module):
             self.alpha = nn.Parameter(torch.linspace(1.4, 1.6, heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        import entmax
-
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if self.causal:
             keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~keep, float("-inf"))
-        if self.value == 1.5:
-            p = entmax.entmax15(scores, dim=-1)
-        elif self.value == 2.0:
-            p = entmax.sparsemax(scores, dim=-1)
-        else:
-            alpha = self.alpha.view(1, -1, 1, 1) if self.value is None else self.value
-            p = entmax.entmax_bisect(scores, alpha, dim=-1)
-        return p.to(v.dtype) @ v
+        alpha = self.alpha.view(1, -1, 1, 1) if self.value is None else self.value
+        return package(scores, alpha).to(v.dtype) @ v
 
 
-class Case:
+class Case(common.Case):
     """Random data for one shape. `variance` is the queries' (keys and values have 1): one for all, or one a row."""
+
+    pattern = PATTERN
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class Case:
         name: str = "P",
     ) -> None:
         torch.manual_seed(0)
-        self.shape, self.alpha, self.name, self.device = shape, alpha, name, device
+        self.shape, self.alpha, self.device = shape, alpha, device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         size = (shape.B, shape.H, shape.L, shape.D)
         q, k, v, grad = (torch.randn(size, device=device) for _ in range(4))
@@ -119,24 +123,16 @@ class Case:
         self.q, self.k, self.v, self.grad = (t.to(dtype) for t in (q, k, v, grad))
         self.module = Attention(shape.H, shape.causal, alpha).to(device)
         self.support = support(self.q, self.k, shape.causal, 1.5 if alpha is None else alpha)
-        for t in (self.q, self.k, self.v):
+        self.inputs = self.wanted = self.q, self.k, self.v
+        for t in self.inputs:
             t.requires_grad_()
+        said = "" if alpha == 1.5 else f" alpha {alpha or 'learned'}"
+        self.label = f"{name} {shape}{said}, support {self.support:.3g}"
 
-    @property
-    def label(self) -> str:
-        """For the tables: the shape, the regime and the support that was measured."""
-        alpha = "" if self.alpha == 1.5 else f" alpha {self.alpha or 'learned'}"
-        return f"{self.name} {self.shape}{alpha}, support {self.support:.3g}"
-
-    def contender(self, name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """One way of computing attention; nothing is compiled before its first call."""
+    def contender(self, name: str) -> Callable[..., Tensor]:
+        if name in ("eager", "compile", "ours"):
+            return super().contender(name)
         causal = self.shape.causal
-        if name == "eager":
-            return self.module
-        if name == "compile":
-            return compiled(self.module)
-        if name == "ours":
-            return rewritten(self.module, PATTERN)
         if name == "operator":
             alpha = self.alpha or self.module.alpha.view(1, -1, 1, 1)
             operator = sparse_inductor.ops.entmax_attention
@@ -155,31 +151,6 @@ class Case:
                 return softmax(q, k, v)
 
         return call
-
-    def works(self, kinds: Sequence[str], names: Sequence[str]) -> dict[Label, Work]:
-        """What `Bench.race` takes: each kind of work by each contender."""
-        runs = {name: self.contender(name) for name in names}
-        return {
-            (f"{self.label}, {kind}", name): self.work(kind, runs[name])
-            for kind in kinds
-            for name in names
-        }
-
-    def work(self, kind: str, run: Callable[..., Tensor]) -> Work:
-        inputs = (self.q, self.k, self.v)
-
-        def forward() -> Tensor:  # of a training step: what the backward needs is kept
-            return run(*inputs)
-
-        def training() -> tuple[Tensor, ...]:
-            out = run(*inputs)
-            return (out, *torch.autograd.grad(out, inputs, self.grad))
-
-        def inference() -> Tensor:
-            with torch.no_grad():
-                return run(*inputs)
-
-        return {FORWARD: forward, TRAINING: training, INFERENCE: inference}[kind]
 
 
 def support(q: Tensor, k: Tensor, causal: bool, alpha: float, rows: int = 128) -> float:
@@ -215,66 +186,27 @@ def _installed(bench: Bench, case: str, name: str, module: str) -> bool:
 # --- The GPU's table --------------------------------------------------------------------------------------------------
 
 
-Section = Callable[[Bench], None]
-
-
 def _gpu_sections(bench: Bench) -> list[Section]:
     tiny = bench.quick
     H, long, middle, short = (2, 128, 96, 64) if tiny else (16, 16384, 8192, 4096)
-
-    def paper_causal(bench: Bench) -> None:
-        _against_adasplash(bench, Shape(2, H, long, True), (4.0, 5.0), (6.0, 8.0))
-
-    def paper_short(bench: Bench) -> None:
-        _against_adasplash(bench, Shape(8, H, short, True), (2.0, 2.4), (4.0, 4.0))
-
-    def paper_full(bench: Bench) -> None:
-        _against_softmax(
-            bench, Case(Shape(2, H, long), bench.device), "cudnn", (0.8, 0.3), (0.5, 0.18)
-        )
-
-    def regimes(bench: Bench) -> None:
-        _regimes(bench, Shape(2, H, middle))
-
-    def alphas(bench: Bench) -> None:
-        _alphas(bench, Shape(2, H, long, True), "P")
-
-    def alphas_of_broad_rows(bench: Bench) -> None:
-        for name in ("M", "D"):
-            _alphas(bench, Shape(2, H, middle), name)
-
-    def unrewritten(bench: Bench) -> None:
-        _against_unrewritten(bench, Shape(1, H, short, True))
-
-    def workspace(bench: Bench) -> None:
-        _workspace(bench, Shape(2, H, long))
-
-    def longest(bench: Bench) -> None:
-        _longest(bench, H, [256, 512] if tiny else [131072, 1048576])
-
-    return [paper_causal, paper_short, paper_full, regimes, alphas, alphas_of_broad_rows, workspace,
-            row_sums, longest, unrewritten, _host]  # fmt: skip
+    lengths = [256, 512] if tiny else [131072, 1048576]
+    causal = Shape(2, H, long, True)
+    return [
+        part("paper_causal", _against_adasplash, causal, (4.0, 5.0), (6.0, 8.0)),
+        part("paper_short", _against_adasplash, Shape(8, H, short, True), (2.0, 2.4), (4.0, 4.0)),
+        part("paper_full", _paper_full, Shape(2, H, long)),
+        part("regimes", _regimes, Shape(2, H, middle)),
+        part("alphas", _alphas, causal, "P"),
+        part("alphas_of_broad_rows", _alphas, Shape(2, H, middle), "MD"),
+        part("workspace", _workspace, Shape(2, H, long)),
+        row_sums,
+        part("longest", _longest, H, lengths),
+        part("unrewritten", _against_unrewritten, Shape(1, H, short, True)),
+    ]
 
 
-class Product(nn.Module):
-    """One kernel of Inductor's."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q * k * v
-
-
-def _host(bench: Bench) -> None:
-    """The host's part of a call, at a size at which the GPU's is small."""
-    case = Case(Shape(1, 2, 256), bench.device)
-    runs = {name: case.contender(name) for name in ("ours", "compile")}
-    for kind in (INFERENCE, TRAINING):
-        plain = case.work(kind, compiled(Product()))
-        ours, theirs = (case.work(kind, runs[name]) for name in ("ours", "compile"))
-        bench.host(f"{case.label}, {kind}", ours, plain, theirs)
-
-
-def _race(bench: Bench, works: Mapping[Label, Work], weigh: bool = True) -> dict[Label, Timing]:
-    return bench.race(works, None if bench.quick else SECONDS, weigh)
+def _paper_full(bench: Bench, shape: Shape) -> None:
+    _against_softmax(bench, Case(shape, bench.device), "cudnn", (0.8, 0.3), (0.5, 0.18))
 
 
 def _limit(bench: Bench, shape: Shape) -> str:
@@ -289,12 +221,10 @@ def _against_adasplash(
     names = ["ours", "operator", "flash", "cudnn"]
     if _installed(bench, case.label, "adasplash", "adasplash") and case.q.is_cuda:
         names.append("adasplash")
-    taken = _race(bench, case.works([FORWARD, TRAINING], names))
-    for kind, floor, goal in zip((FORWARD, TRAINING), floors, goals):
-        theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("adasplash", "ours"))
-        note = both(theirs, mine) + _limit(bench, shape)
-        name = f"{case.label}, {kind}: time, adasplash over ours"
-        bench.row(name, ratio(theirs, mine), "x", floor, goal, True, note)
+    taken = bench.race(case.works([FORWARD, TRAINING], names), SECONDS)
+    for kind, *limits in zip((FORWARD, TRAINING), floors, goals):
+        name, remark = f"{case.label}, {kind}", _limit(bench, shape)
+        bench.over(taken, name, "adasplash", "ours", limits, remark=remark)
 
 
 def _against_softmax(
@@ -305,12 +235,11 @@ def _against_softmax(
     goals: Sequence[float | None],
 ) -> dict[Label, Timing]:
     """Against softmax attention of the same shape."""
-    taken = _race(bench, case.works([FORWARD, TRAINING], ["ours", "operator", "flash", "cudnn"]))
-    for kind, floor, goal in zip((FORWARD, TRAINING), floors, goals):
-        theirs, mine = (taken[f"{case.label}, {kind}", n] for n in (peer, "ours"))
-        note = both(mine, theirs) + _limit(bench, case.shape)
-        name = f"{case.label}, {kind}: time, ours over {peer} softmax"
-        bench.row(name, ratio(mine, theirs), "x", floor, goal, note=note)
+    names = ["ours", "operator", "flash", "cudnn"]
+    taken = bench.race(case.works([FORWARD, TRAINING], names), SECONDS)
+    for kind, *limits in zip((FORWARD, TRAINING), floors, goals):
+        what, remark = f"ours over {peer} softmax", _limit(bench, case.shape)
+        bench.over(taken, f"{case.label}, {kind}", "ours", peer, limits, what, remark)
     return taken
 
 
@@ -326,7 +255,7 @@ def _variances(bench: Bench, shape: Shape) -> dict[str, float]:
 def _regimes(bench: Bench, shape: Shape) -> None:
     """Each regime against flash-attention 2, then rows of all three in one batch."""
     variances = _variances(bench, shape)
-    limits = {"P": (None, None), "M": (1.2, 0.7), "D": (2.0, 1.0)}
+    limits = {"P": NONE, "M": (1.2, 0.7), "D": (2.0, 1.0)}
     alone: dict[str, list[Timing]] = {FORWARD: [], TRAINING: []}
     for name, (floor, goal) in limits.items():
         case = Case(shape, bench.device, variances[name], name=name)
@@ -337,7 +266,7 @@ def _regimes(bench: Bench, shape: Shape) -> None:
     torch.manual_seed(1)
     drawn = torch.randint(0, 3, (shape.B, shape.H, shape.L, 1), device=bench.device)
     mixed = Case(shape, bench.device, choices[drawn], name="mixed")
-    taken = _race(bench, mixed.works(list(alone), ["ours"]))
+    taken = bench.race(mixed.works(list(alone), ["ours"]), SECONDS)
     for kind, found in alone.items():
         mean = sum(t.ms for t in found) / len(found)
         mine = taken[f"{mixed.label}, {kind}", "ours"]
@@ -346,9 +275,14 @@ def _regimes(bench: Bench, shape: Shape) -> None:
         bench.row(name, mine.ms / mean, "x", 1.3, 1.1, note=note)
 
 
-def _alphas(bench: Bench, shape: Shape, regime: str) -> None:
+def _alphas(bench: Bench, shape: Shape, regimes: str) -> None:
     """Other alphas, called directly: in the same regime, so that a row keeps as many keys, and on the scores of alpha
     1.5, of which a smaller one keeps more."""
+    for regime in regimes:
+        _alphas_in(bench, shape, regime)
+
+
+def _alphas_in(bench: Bench, shape: Shape, regime: str) -> None:
     variance = PAPER_VARIANCE if regime == "P" else _variances(bench, shape)[regime]
     base = Case(shape, bench.device, variance, 1.5, regime)
     learned = Case(shape, bench.device, variance, None, regime)  # about 1.5
@@ -360,32 +294,30 @@ def _alphas(bench: Bench, shape: Shape, regime: str) -> None:
     works: dict[Label, Work] = {}
     for case in (base, *same, *others):
         works |= case.works([FORWARD, TRAINING], ["operator"])
-    taken = _race(bench, works, weigh=False)
-    for cases, limits in ((same, (1.5, 1.2)), (others, (None, None))):
+    taken = bench.race(works, SECONDS, weigh=False)
+    for cases, limits in ((same, (1.5, 1.2)), (others, NONE)):
         for case in cases:
             for kind in (FORWARD, TRAINING):
                 mine, alone = (taken[f"{c.label}, {kind}", "operator"] for c in (case, base))
                 name = f"{case.label}, {kind}: time over alpha 1.5 (operator)"
-                bench.row(name, ratio(mine, alone), "x", *limits, note=both(mine, alone))
+                bench.compare(name, mine, alone, limits)
 
 
-def _against_unrewritten(bench: Bench, shape: Shape) -> None:
+def _against_unrewritten(bench: Bench, shape: Shape, seconds: float | None = None) -> None:
     """The program without the rewrite, at a length where its score matrices fit."""
     case = Case(shape, bench.device)
-    names = ["ours"]
+    names = ["ours"] if bench.cuda else ["ours", "operator"]
     if _installed(bench, case.label, "eager", "entmax"):
-        names = ["eager", "compile", "ours"]
-    taken = bench.race(case.works([INFERENCE, TRAINING], names))
+        names = ["eager", "compile", *names]
+    taken = bench.race(case.works([INFERENCE, TRAINING], names), seconds)
     for kind in (INFERENCE, TRAINING):
-        theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
-        name = f"{case.label}, {kind}: time, compile over ours"
-        bench.row(name, ratio(theirs, mine), "x", higher=True, note=both(theirs, mine))
+        bench.over(taken, f"{case.label}, {kind}", "compile", "ours")
 
 
 def _workspace(bench: Bench, shape: Shape) -> None:
     """Memory that is neither input, output nor gradient, in each regime's training step."""
-    work = next(iter(Case(shape, bench.device).works([TRAINING], ["ours"]).values()))
-    found = peak_memory(work, bench.device)
+    case = Case(shape, bench.device)
+    found = peak_memory(case.work(TRAINING, case.contender("ours")), bench.device)
     name = f"P {shape}, {TRAINING}: peak memory beyond inputs, outputs and gradients"
     bench.row(name, found.scratch / MIB, "MiB", 1024, 0.4 * 1024)
 
@@ -396,7 +328,7 @@ def _longest(bench: Bench, heads: int, lengths: Sequence[int]) -> None:
     done, notes = 0, []
     for length in lengths:
         case = Case(Shape(1, heads, length, True), bench.device)
-        work = case.works([TRAINING], ["operator"]).popitem()[1]
+        work = case.work(TRAINING, case.contender("operator"))
         try:
             # Two calls that take seconds: the second is timed.
             ms = [fit.timed(lambda _, work=work: work(), length, bench.device) for _ in range(2)][1]
@@ -436,15 +368,12 @@ def row_sums(bench: Bench) -> None:
 
 def _cpu_sections(bench: Bench) -> list[Section]:
     shape = Shape(1, 2, 64) if bench.quick else Shape(2, 12, 512)
+    return [part("times", _cpu_times, shape), part("memory", _cpu_memory, shape), row_sums_cpu]
 
-    def times(bench: Bench) -> None:
-        for causal in (False, True):
-            _cpu_times(bench, dataclasses.replace(shape, causal=causal))
 
-    def memory(bench: Bench) -> None:
-        _cpu_memory(bench, shape)
-
-    return [times, memory, row_sums_cpu]
+def _cpu_times(bench: Bench, shape: Shape) -> None:
+    for causal in (False, True):
+        _against_unrewritten(bench, dataclasses.replace(shape, causal=causal), 30.0)
 
 
 def row_sums_cpu(bench: Bench) -> None:
@@ -452,37 +381,14 @@ def row_sums_cpu(bench: Bench) -> None:
     row_sums(dataclasses.replace(bench, quick=True))
 
 
-def _cpu_times(bench: Bench, shape: Shape) -> None:
-    case = Case(shape, bench.device)
-    names = ["ours", "operator"]
-    if _installed(bench, case.label, "eager", "entmax"):
-        names = ["eager", "compile", *names]
-    taken = bench.race(case.works([INFERENCE, TRAINING], names), None if bench.quick else 30.0)
-    for kind in (INFERENCE, TRAINING):
-        theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
-        name = f"{case.label}, {kind}: time, compile over ours"
-        bench.row(name, ratio(theirs, mine), "x", higher=True, note=both(theirs, mine))
-
-
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
     """Peak resident memory over the inputs, each contender in a process of its own."""
-    taken = {}
-    for name in ("compile", "ours"):
-        sizes = dataclasses.asdict(shape)
-        taken[name] = isolated(measure_step, sizes=sizes, name=name)["peak"]
+    how = {"family": PATTERN, "sizes": dataclasses.astuple(shape), "kind": TRAINING}
+    taken = {name: isolated(step, name=name, **how)["peak"] for name in ("compile", "ours")}
     mine, theirs = taken["ours"], max(1, taken["compile"])
     note = f"{theirs / MIB:,.0f} MiB / {mine / MIB:,.0f} MiB, outputs and gradients included"
     name = f"P {shape}, {TRAINING}: peak memory over the inputs, compile over ours"
     bench.row(name, theirs / max(mine, 1), "x", higher=True, note=note)
-
-
-def measure_step(sizes: Mapping[str, Any], name: str, seconds: float = 0.0) -> dict[str, Any]:
-    """In a process of its own: median time (if `seconds`) and peak memory of one contender's training step, CPU."""
-    device = torch.device("cpu")
-    work = next(iter(Case(Shape(**sizes), device).works([TRAINING], [name]).values()))
-    peak = peak_memory(work, device).peak
-    ms = race({name: work}, device, seconds, (3, 20))[name].ms if seconds else None
-    return {"peak": peak, "ms": ms}
 
 
 # --- Sweeps -----------------------------------------------------------------------------------------------------------
@@ -516,13 +422,5 @@ def _points(bench: Bench, axis: str, at: int, case: Case) -> None:
     if importlib.util.find_spec("adasplash") is None or not case.q.is_cuda:
         names = [n for n in names if n != "adasplash"]
     for name in names:
-        if bench.late():
-            bench.point(Point(axis, at, name, None, None, "not measured: out of time"))
-            continue
-        torch._dynamo.reset()
-        work = next(iter(case.works([TRAINING], [name]).values()))
-        seconds = 0.1 if bench.quick else 0.3 if bench.cuda else 2.0
-        ms = race({name: work}, bench.device, seconds, (3, 20))[name].ms
-        peak = peak_memory(work, bench.device).peak if bench.cuda else None
-        bench.say(f"sweep {axis} {at}: {name} {ms:.4g} ms")
-        bench.point(Point(axis, at, name, ms, peak))
+        make = lambda name=name: case.work(TRAINING, case.contender(name))
+        bench.point(bench.measure_point(axis, at, name, make, 0.3 if bench.cuda else 2.0))

@@ -17,20 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten
+from benchmarks.bench import (
+    INFERENCE,
+    NONE,
+    TRAINING,
+    Bench,
+    Label,
+    Limits,
+    Section,
+    call,
+    compiled,
+    rewritten,
+)
 from benchmarks.measure import Timing, Work
 
 SECONDS = 1.0
-INFERENCE, TRAINING = "inference", "forward + backward"
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-Limits = tuple[float | None, float | None]
-NONE: Limits = (None, None)
 
 
 def run(bench: Bench) -> None:
@@ -162,23 +169,6 @@ def _window(length: int, width: int, device: torch.device) -> Callable[..., Tens
 # --- Comparing --------------------------------------------------------------------------------------------------------
 
 
-def _work(
-    run: Callable[..., Tensor], inputs: Sequence[Tensor], kind: str, given: Sequence[Tensor]
-) -> Work:
-    *leaves, grad = inputs
-    if kind == INFERENCE:
-        leaves = [t.detach() for t in leaves]
-
-    def call() -> object:
-        if kind == INFERENCE:
-            with torch.no_grad():
-                return run(*leaves, *given)
-        out = run(*leaves, *given)
-        return out, *torch.autograd.grad(out, leaves, grad)
-
-    return call
-
-
 def _compare(
     bench: Bench,
     case: Case,
@@ -189,7 +179,7 @@ def _compare(
 ) -> dict[str, Timing]:
     """Ours by kind; the rows say how it stands beside softmax and beside the unrewritten program."""
     torch._dynamo.reset()
-    inputs = case.inputs(bench.device)
+    *leaves, grad = case.inputs(bench.device)
     given = () if case.mask is None else (case.mask,)
     ours, compile = rewritten(case.program, "entmax_attention"), compiled(case.program)
     softmax = case.softmax(bench.device)
@@ -198,7 +188,7 @@ def _compare(
         works: dict[Label, Work] = {}
         name = f"{case.name}, {kind}"
         for label, run in softmax.items():
-            work = _work(run, inputs, kind, ())
+            work = call(run, leaves, kind, leaves, grad)
             try:
                 work()
             except RuntimeError as error:
@@ -206,25 +196,17 @@ def _compare(
             else:
                 works[name, label] = work
         peers = [label for _, label in works]
-        works[name, "ours"] = _work(ours, inputs, kind, given)
+        works[name, "ours"] = call(ours, (*leaves, *given), kind, leaves, grad)
         if unrewritten:
-            works[name, "compile"] = _work(compile, inputs, kind, given)
-        found = bench.race(works, None if bench.quick else SECONDS, weigh=False)
+            works[name, "compile"] = call(compile, (*leaves, *given), kind, leaves, grad)
+        found = bench.race(works, SECONDS, weigh=False)
         mine[kind] = found[name, "ours"]
-        best = min((found[name, p] for p in peers), key=lambda t: t.ms, default=None)
-        by = next((p for p in peers if found[name, p] is best), "none")
         if softmax:
-            value, note = ratio(mine[kind], best), both(mine[kind], best)
-            bench.row(f"{name}: time, ours over softmax ({by})", value, "x", floor, goal, note=note)
+            best = min(peers, key=lambda p: found[name, p].ms, default="none")
+            bench.over(found, name, "ours", best, (floor, goal), f"ours over softmax ({best})")
         if unrewritten:
-            theirs = found[name, "compile"]
-            value = ratio(theirs, mine[kind])
-            note = both(theirs, mine[kind])
-            bench.row(f"{name}: time, compile over ours", value, "x", 1.5, 3.0, True, note)
+            bench.over(found, name, "compile", "ours", (1.5, 3.0))
     return mine
-
-
-Section = Callable[[Bench], None]
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -281,11 +263,10 @@ def _gpu_sections(bench: Bench) -> list[Section]:
             ("half", "none", 0.65, 0.55),
         ):
             for kind in (INFERENCE, TRAINING):
-                mine, other = taken[key][kind], taken[peer][kind]
                 label = f"{cases[key].name}, {kind}: time over {cases[peer].name.partition(',')[0]}"
                 if key != "half":
                     label += " made by the program"
-                bench.row(label, ratio(mine, other), "x", floor, goal, note=both(mine, other))
+                bench.compare(label, taken[key][kind], taken[peer][kind], (floor, goal))
 
     def wide_heads(bench: Bench) -> None:
         size = sized((8, 16, 16, 2048, 2048, 128))

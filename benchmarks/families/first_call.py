@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench import Bench
+from benchmarks.bench import Bench, part
 from benchmarks.measure import ROOT
 
 AGAIN = 3  # runs with filled caches, of which the median counts
@@ -36,19 +36,11 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 def run(bench: Bench) -> None:
     """Time the first calls of all programs, each a part by its name."""
-    bench.sections(map(_part, PROGRAMS))
+    with tempfile.TemporaryDirectory() as bytecode:
+        bench.sections(part(name, _first_calls, name, Path(bytecode, name)) for name in PROGRAMS)
 
 
-def _part(name: str) -> Callable[[Bench], None]:
-    def part(bench: Bench) -> None:
-        with tempfile.TemporaryDirectory() as bytecode:
-            _first_calls(name, bench, Path(bytecode))
-
-    part.__name__ = name
-    return part
-
-
-def _first_calls(name: str, bench: Bench, bytecode: Path) -> None:
+def _first_calls(bench: Bench, name: str, bytecode: Path) -> None:
     """Two new processes a lap."""
     says = PROGRAMS[name].says
     if bench.late():
@@ -151,16 +143,17 @@ class _Attention(nn.Module):
         return entmax.entmax15(scores, dim=-1).to(v.dtype) @ v
 
 
-class _Scores(nn.Module):
-    """The best of documents that are buffers."""
+class Scores(nn.Module):
+    """The best of documents that are buffers: padded rows of terms and weights."""
 
-    def __init__(self, documents: int, terms: int, length: int) -> None:
+    def __init__(self, documents: int, terms: int, length: int, best: int) -> None:
         super().__init__()
+        self.best = best
         self.register_buffer("ids", torch.randint(terms, (documents, length)))
         self.register_buffer("weights", torch.rand(documents, length))
 
     def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        return (query[:, self.ids] * self.weights).sum(-1).topk(3)
+        return (query[:, self.ids] * self.weights).sum(-1).topk(self.best)
 
 
 def _blocks(full: bool) -> Made:
@@ -183,7 +176,7 @@ def _entmax(full: bool) -> Made:
 
 def _scoring(full: bool) -> Made:
     documents, terms, length = (100_000, 30522, 128) if full else (20, 50, 4)
-    return _Scores(documents, terms, length), (torch.rand(8, terms),)
+    return Scores(documents, terms, length, 3), (torch.rand(8, terms),)
 
 
 class Program(NamedTuple):

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 import sparse_inductor
 from benchmarks import measure
-from benchmarks.bench import Bench, compiled, without_advice
+from benchmarks.bench import INFERENCE, TRAINING, Bench, call, compiled, without_advice
 from benchmarks.measure import Work
 from benchmarks.publish import Cell
 
-from . import relu_ffn, splade_head
+from . import entmax, entmax_masks, relu_ffn, splade_head
 
 DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
 LOSS = 0.97  # a cell below this is measured a second time, which counts
@@ -125,34 +125,14 @@ def _built_by_now(program: Callable[[], object]) -> None:
 
 
 def _inference(*args: Tensor) -> Callable[[Callable[..., object]], Work]:
-    def make(program: Callable[..., object]) -> Work:
-        def call() -> object:
-            with torch.no_grad():
-                return program(*args)
-
-        return call
-
-    return make
+    return lambda program: call(program, args, INFERENCE)
 
 
 def _training(module: nn.Module, *args: Tensor) -> Callable[[Callable[..., object]], Work]:
     """Forward and backward, gradients of the parameters and of the floating-point arguments."""
     leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
     wanted = [*(a for a in leaves if a.requires_grad), *module.parameters()]
-
-    def make(program: Callable[..., object]) -> Work:
-        cotangent: list[Tensor] = []
-
-        def call() -> object:
-            y = program(*leaves)
-            assert isinstance(y, Tensor)
-            if not cotangent:
-                cotangent.append(torch.randn_like(y))
-            return torch.autograd.grad(y, wanted, cotangent)
-
-        return call
-
-    return make
+    return lambda program: call(program, leaves, TRAINING, wanted)
 
 
 # --- Feed-forward blocks ----------------------------------------------------------------------------------------------
@@ -253,8 +233,8 @@ def _heads(bench: Bench) -> Iterator[Program]:
             case = splade_head.Case(splade_head.Shape(B, S, D, V), bench.device, padding="random")
             args = case.hidden.detach(), case.mask
             row = f"{B} x {S} tokens, D {D}, V {V}"
-            yield row, "inference", case.head, _inference(*args)
-            yield row, "training", case.head, _training(case.head, *args)
+            yield row, "inference", case.module, _inference(*args)
+            yield row, "training", case.module, _training(case.module, *args)
 
 
 def _splade(bench: Bench) -> None:
@@ -263,27 +243,6 @@ def _splade(bench: Bench) -> None:
 
 
 # --- Entmax -----------------------------------------------------------------------------------------------------------
-
-
-class _Masked(nn.Module):
-    """Attention with entmax-1.5 and a mask that is an argument: boolean, of any shape that broadcasts, or None."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
-        import entmax
-
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        if keep is not None:
-            scores = scores.masked_fill(~keep, -math.inf)
-        return entmax.entmax15(scores, dim=-1).to(v.dtype) @ v
-
-
-class _Routed(nn.Module):
-    """Entmax-1.5 of rows."""
-
-    def forward(self, scores: Tensor) -> Tensor:
-        import entmax
-
-        return entmax.entmax15(scores, dim=-1)
 
 
 def _attentions(bench: Bench) -> Iterator[Program]:
@@ -302,7 +261,8 @@ def _attentions(bench: Bench) -> Iterator[Program]:
             "causal": ((place[:, None] >= place).expand(B, 1, L, L).contiguous(),),
         }
         for name, mask in masks.items():
-            row, module = f"{B} x {H} x {L}, D {D}, {name}", _Masked()
+            row = f"{B} x {H} x {L}, D {D}, {name}"
+            module = entmax_masks.Masked() if mask else entmax_masks.Attention()
             yield row, "inference", module, _inference(q, k, v, *mask)
             yield row, "training", module, _training(module, q, k, v, *mask)
 
@@ -310,7 +270,7 @@ def _attentions(bench: Bench) -> Iterator[Program]:
 def _routers(bench: Bench) -> Iterator[Program]:
     for rows, width in [(8, 4)] if bench.quick else [(4096, 4), (4096, 64), (8192, 2048)]:
         scores = torch.randn(rows, width, device=bench.device)
-        module = _Routed()
+        module = entmax.Rows(1.5)
         yield f"{rows} rows of {width}", "inference", module, _inference(scores)
         yield f"{rows} rows of {width}", "training", module, _training(module, scores)
 

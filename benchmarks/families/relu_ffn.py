@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench import Bench, Label, both, compiled, graphed, ratio, rewritten
-from benchmarks.measure import Timing, Work, race
-from benchmarks.publish import Point
+from benchmarks.bench import (
+    INFERENCE,
+    NONE,
+    TRAINING,
+    Bench,
+    Label,
+    Limits,
+    Section,
+    call,
+    compiled,
+    graphed,
+    ratio,
+    rewritten,
+)
+from benchmarks.measure import Timing, Work
 
-INFERENCE, TRAINING = "inference", "forward + backward"
 REGULARISED = "forward + backward with an L1 term"
 ADAPTED = "inference with adapters"
 POOL, SEQUENCE, CODE = 512, 2048, 64
@@ -182,28 +192,17 @@ class Case:
             torch.manual_seed(1)  # the same adapters for every contender
             blocks = [Adapted(b) for b in blocks if isinstance(b, Gated)]
         programs = [make(block) for block in blocks]
-        x = self.x
 
-        def inference() -> Tensor:
-            with torch.no_grad():
-                for program in programs:
-                    y = program(x)
+        def run(x: Tensor) -> Any:
+            for program in programs:
+                y = program(x)
             return y
 
-        leaf = x.detach().requires_grad_(kind != INFERENCE)
-        inputs = (leaf, *blocks[0].parameters())
-        weight = torch.ones((), device=x.device, dtype=self.dtype)
-
-        def training() -> tuple[Tensor, ...]:
-            y = programs[0](leaf)
-            return (y, *torch.autograd.grad(y, inputs, self.grad))
-
-        def regularised() -> tuple[Tensor, ...]:
-            y, size = programs[0](leaf)
-            return (y, size, *torch.autograd.grad((y, size), inputs, (self.grad, weight)))
-
-        works = {INFERENCE: inference, ADAPTED: inference, TRAINING: training}
-        return {**works, REGULARISED: regularised}[kind]
+        leaf = self.x.detach().requires_grad_(kind in (TRAINING, REGULARISED))
+        grad = self.grad, self.grad.new_ones(())
+        how = TRAINING if leaf.requires_grad else INFERENCE
+        wanted = (leaf, *blocks[0].parameters())
+        return call(run, (leaf,), how, wanted, grad if kind == REGULARISED else grad[0])
 
     def works(self, kind: str, graphs: bool) -> dict[Label, Work]:
         """What `Bench.race` takes."""
@@ -239,16 +238,14 @@ def _compare(
     case: Case,
     kind: str,
     name: str,
-    floor: float | None = None,
-    goal: float | None = None,
+    limits: Limits = NONE,
     graphs: bool = False,
 ) -> dict[Label, Timing]:
     """Race both, and a row with the ratio."""
-    works = case.works(kind, graphs)
-    taken = bench.race(works, 0.2 if bench.quick else 0.6 if bench.cuda else 10.0, weigh=False)
-    theirs, mine = taken.values()
-    note = f"{both(theirs, mine)}; {case.active:.3g} active a row, {case.most} at most"
-    bench.row(f"{name}: time, compile over ours", ratio(theirs, mine), "x", floor, goal, True, note)
+    taken = bench.race(case.works(kind, graphs), 0.6 if bench.cuda else 10.0, weigh=False)
+    remark = f"; {case.active:.3g} active a row, {case.most} at most"
+    name = f"{name}: time, compile over ours"
+    bench.compare(name, *taken.values(), limits=limits, higher=True, remark=remark)
     return taken
 
 
@@ -269,31 +266,31 @@ def _inference(bench: Bench) -> None:
         (131072, "I"): (1.6, 2.2), (131072, "C"): (1.9, 2.7), (8192, "I"): (1.5, 1.8), (8192, "C"): (1.6, 2.3),
         (2048, "I"): (1.25, 1.5),
     }  # fmt: skip
-    for (M, pattern), (floor, goal) in limits.items():
+    for (M, pattern), judged in limits.items():
         case = _case(bench, Shape(M), pattern=pattern)
         name = f"inference, {M} tokens, {pattern}"
-        _compare(bench, case, INFERENCE, name, floor, goal, graphs=M <= 8192)
+        _compare(bench, case, INFERENCE, name, judged, graphs=M <= 8192)
         del case
         gc.collect()
 
 
 def _decode(bench: Bench) -> None:
     """A few rows through six blocks in one CUDA graph."""
-    for M, floor, goal in ((1, 2.0, 2.8), (16, 1.25, 1.9)):
+    for M, limits in ((1, (2.0, 2.8)), (16, (1.25, 1.9))):
         case = _case(bench, Shape(M, layers=6))
         name = f"decode under CUDA graphs, {M} row{'s' * (M > 1)}, six blocks"
-        _compare(bench, case, INFERENCE, name, floor, goal, graphs=True)
+        _compare(bench, case, INFERENCE, name, limits, graphs=True)
 
 
 def _not_gated(bench: Bench) -> None:
     case = _case(bench, Shape(4096, N=8192, gated=False), share=30 / 8192)
-    _compare(bench, case, INFERENCE, "not gated, N 8192, 4096 tokens", 1.2, 1.6, graphs=True)
+    _compare(bench, case, INFERENCE, "not gated, N 8192, 4096 tokens", (1.2, 1.6), graphs=True)
 
 
 def _training(bench: Bench) -> None:
     """A training step, and what is kept between its forward and backward."""
     case = _case(bench, Shape(8192))
-    _compare(bench, case, TRAINING, "training step, 8192 tokens, I", 1.7, 2.4, graphs=True)
+    _compare(bench, case, TRAINING, "training step, 8192 tokens, I", (1.7, 2.4), graphs=True)
     remark = "training step, 8192 tokens, I, not a CUDA graph"
     _compare(bench, case, TRAINING, remark)
     kept = {name: _kept(case, name) for name in ("compile", "ours")}
@@ -309,10 +306,13 @@ def _training(bench: Bench) -> None:
 
 def _adapters(bench: Bench) -> None:
     """Adapters that were not merged into the weights."""
-    for share, what, limits in ((30 / 5632, "I", ()), (0.5, "half the gates active", (0.9, 0.99))):
+    for share, what, limits in (
+        (30 / 5632, "I", NONE),
+        (0.5, "half the gates active", (0.9, 0.99)),
+    ):
         case = _case(bench, Shape(8192), share=share)
         name = f"inference with adapters of rank {RANK}, 8192 tokens, {what}"
-        _compare(bench, case, ADAPTED, name, *limits, graphs=True)
+        _compare(bench, case, ADAPTED, name, limits, graphs=True)
 
 
 def _kept(case: Case, name: str) -> int:
@@ -333,26 +333,16 @@ def _kept(case: Case, name: str) -> int:
 
 def _half_active(bench: Bench) -> None:
     """An untrained model: it must not cost, at numbers of tokens that fill a GPU badly either."""
-    kinds = (
-        (8192, INFERENCE, 1),
-        (2560, INFERENCE, 1),
-        (2433, INFERENCE, 1),
-        (2049, INFERENCE, 1),
-        (2048, INFERENCE, 1),
-        (1793, INFERENCE, 1),
-        (1152, INFERENCE, 1),
-        (16, INFERENCE, 6),
-        (1, INFERENCE, 6),
-        (8192, TRAINING, 1),
-        (2700, TRAINING, 1),
-        (2049, TRAINING, 1),
-        (8192, REGULARISED, 1),
-        (2700, REGULARISED, 1),
-    )
-    for M, kind, layers in kinds:
+    sizes = {
+        (INFERENCE, 1): (8192, 2560, 2433, 2049, 2048, 1793, 1152),
+        (INFERENCE, 6): (16, 1),
+        (TRAINING, 1): (8192, 2700, 2049),
+        (REGULARISED, 1): (8192, 2700),
+    }
+    for (kind, layers), M in ((how, M) for how, tokens in sizes.items() for M in tokens):
         case = _case(bench, Shape(M, layers=layers), share=0.5)
         name = f"half the gates active, {M} row{'s' * (M > 1)}, {kind}"
-        _compare(bench, case, kind, name, 0.9, 0.99, graphs=True)
+        _compare(bench, case, kind, name, (0.9, 0.99), graphs=True)
 
 
 def _heavy_rows(bench: Bench) -> None:
@@ -363,9 +353,8 @@ def _heavy_rows(bench: Bench) -> None:
         label = f"{case.shape}, {'1 % heavy rows' if heavy else 'no heavy rows'}"
         works[label, "ours"] = graphed(case.contender("ours", INFERENCE))
     without, beside = bench.race(works, weigh=False).values()
-    note = both(without, beside)
     name = "1 % of rows with 900 active, speed over that without them"
-    bench.row(name, ratio(without, beside), "x", 0.9, 0.97, True, note)
+    bench.compare(name, without, beside, (0.9, 0.97), higher=True)
 
 
 def _other_shapes(bench: Bench) -> None:
@@ -386,20 +375,20 @@ def _other_shapes(bench: Bench) -> None:
 
 def _cpu_decode(bench: Bench) -> None:
     case = _case(bench, Shape(1), share=0.01)
-    _compare(bench, case, INFERENCE, "CPU fp32 decode of one row, 1 % active", 1.5, 2.5)
+    _compare(bench, case, INFERENCE, "CPU fp32 decode of one row, 1 % active", (1.5, 2.5))
 
 
 def _cpu_half_active(bench: Bench) -> None:
     case = _case(bench, Shape(64), share=0.5)
-    _compare(bench, case, INFERENCE, "CPU fp32, 64 rows, half the gates active", 0.9, 0.99)
+    _compare(bench, case, INFERENCE, "CPU fp32, 64 rows, half the gates active", (0.9, 0.99))
 
 
-def _gpu_sections(bench: Bench) -> list[Callable[[Bench], None]]:
+def _gpu_sections(bench: Bench) -> list[Section]:
     many = [_inference, _decode, _not_gated, _training, _adapters]
     return [*many, _half_active, _heavy_rows, _other_shapes]
 
 
-def _cpu_sections(bench: Bench) -> list[Callable[[Bench], None]]:
+def _cpu_sections(bench: Bench) -> list[Section]:
     return [_cpu_decode, _cpu_half_active]
 
 
@@ -417,14 +406,10 @@ def _sweeps(bench: Bench) -> None:
             M = size if axis == "M" else 8192
             share = (30 if axis == "M" else size) / 5632
             for name in ("compile", "ours"):
-                ms = None
-                if not bench.late():
-                    torch._dynamo.reset()
+
+                def make(M: int = M, share: float = share, name: str = name) -> Work:
                     work = _case(bench, Shape(M), share=share).contender(name, INFERENCE)
-                    work = graphed(work) if M <= 8192 else work
-                    ms = race({name: work}, bench.device, 0.1 if bench.quick else 0.3, (3, 20))[
-                        name
-                    ].ms
-                note = "" if ms else "not measured: out of time"
-                bench.point(Point(axis, size, name, ms, None, note))
+                    return graphed(work) if M <= 8192 else work
+
+                bench.point(bench.measure_point(axis, size, name, make, 0.3, weigh=False))
         bench.save()

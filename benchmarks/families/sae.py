@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 import sparse_inductor
 from benchmarks import measure
-from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten, without_advice
+from benchmarks.bench import NONE, Bench, Label, Limits, compiled, rewritten, without_advice
 from benchmarks.measure import Work
 
 TOKENS, K = 4096, 32
 PATTERNS = "topk_encode,sparse_decode,sparse_product,relu_ffn"
 DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
 
-Limits = tuple[float | None, float | None]
-NONE: Limits = (None, None)
 Shape = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((768, 24_576), (2304, 16_384), (4096, 65_536))
 
@@ -168,15 +166,7 @@ def _compare(
         found = bench.race(labelled, seconds)
         steady = measure.steady(works, bench.device, seconds)
     done = bool(sparse_inductor.report().rewrites) and not sparse_inductor.report().pending
-    _, compile, ours, _ = found.values()
-    bench.row(
-        f"{name}: time, compile over ours",
-        ratio(compile, ours),
-        "x",
-        *limits,
-        True,
-        both(compile, ours),
-    )
+    bench.over(found, name, "compile", "ours", limits)
     wall = {n: s.wall_ms for n, s in steady.items()}
     said = f"{wall['compile']:.4g} ms / {wall['ours']:.4g} ms; eager {wall['eager']:.4g} ms"
     floor, goal = (None if n is None else 0.85 * n for n in limits)

@@ -13,7 +13,7 @@ import functools
 import gc
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.bench import Bench, Label, both, ratio
-from benchmarks.measure import MIB, Timing, Work, peak_memory, race
-from benchmarks.publish import Point
+from benchmarks.bench import NONE, Bench, Label, Limits, graphed
+from benchmarks.measure import MIB, Timing, Work
 from sparse_inductor import SparseIndex
 
 from . import _packages as packages
@@ -267,7 +266,7 @@ class ScatterAdd:
 
 # --- GPU --------------------------------------------------------------------------------------------------------------
 
-_LIMITS = {100_000: (5, 9), 1_000_000: (10, 20), FULL: (12, 26)}
+_LIMITS: dict[int, Limits] = {100_000: (5, 9), 1_000_000: (10, 20), FULL: (12, 26)}
 _PUBLIC = {
     100_000: 1.81,
     1_000_000: 16.7,
@@ -288,35 +287,23 @@ def _gpu(bench: Bench, n: int) -> None:
     label = f"{case}, B {B}, top-{k}"
     works: dict[Label, Work] = {
         (label, "ours"): lambda: c.index.search(c.queries, k),
-        (label, "ours, graph"): captured(lambda: c.index.search(c.queries, k)),
-        (label, "ours, not exact, graph"): captured(lambda: _search(c, k, proved=False)),
+        (label, "ours, graph"): graphed(lambda: c.index.search(c.queries, k)),
+        (label, "ours, not exact, graph"): graphed(lambda: _search(c, k, proved=False)),
         (label, "ours, portable"): lambda: _search(c, k, shared=False),
         (label, "scatter-add"): lambda: scatter(k),
     }
     taken = bench.race(works, 6.0 if n == FULL else None)
     best = min((taken[label, "ours"], taken[label, "ours, graph"]), key=lambda t: t.ms)
-    theirs = taken[label, "scatter-add"]
-    bench.row(
-        f"{label}: time, scatter-add over ours", ratio(theirs, best), "x",
-        *_LIMITS.get(n, ()), higher=True, note=both(theirs, best),
-    )  # fmt: skip
+    limits, theirs = _LIMITS.get(n, NONE), taken[label, "scatter-add"]
+    bench.compare(f"{label}: time, scatter-add over ours", theirs, best, limits, True)
     if n in _PUBLIC:
-        bench.row(
-            f"{label}: public best ({_PUBLIC[n]} ms) over ours",
-            _PUBLIC[n] / best.ms,
-            "x",
-            higher=True,
-        )
-    portable = taken[label, "ours, portable"]
-    bench.row(
-        f"{label}: time, scatter-add over ours, portable kernel", ratio(theirs, portable), "x", 2, 4,
-        higher=True, note=both(theirs, portable),
-    )  # fmt: skip
+        name = f"{label}: public best ({_PUBLIC[n]} ms) over ours"
+        bench.row(name, _PUBLIC[n] / best.ms, "x", higher=True)
+    name = f"{label}: time, scatter-add over ours, portable kernel"
+    bench.compare(name, theirs, taken[label, "ours, portable"], (2, 4), True)
+    name = f"{label}: time, the exact set proved and rescored over integer scores alone"
     exact, rough = taken[label, "ours, graph"], taken[label, "ours, not exact, graph"]
-    bench.row(
-        f"{label}: time, the exact set proved and rescored over integer scores alone", ratio(exact, rough), "x",
-        1.3, 1.05, note=both(exact, rough),
-    )  # fmt: skip
+    bench.compare(name, exact, rough, (1.3, 1.05))
     weight = bench.found(label, "ours")
     if weight is not None and weight.scratch_bytes is not None:
         bench.row(f"{label}: workspace", weight.scratch_bytes / MIB, "MiB", 1024, 256)
@@ -324,17 +311,6 @@ def _gpu(bench: Bench, n: int) -> None:
         _single(bench, c, scatter)
     if bench.sweep:
         _sweep(bench, c, scatter, n)
-
-
-def captured(work: Callable[[], Any]) -> Work:
-    """The work as a CUDA graph."""
-    for _ in range(2):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 def _search(c: Collection, k: int, **options: bool) -> tuple[Tensor, Tensor]:
@@ -351,20 +327,14 @@ def _single(bench: Bench, c: Collection, scatter: ScatterAdd) -> None:
         label = f"N {len(c.index):,}, one query, top-{k}"
         works: dict[Label, Work] = {
             (label, "ours"): lambda k=k: c.index.search(one, k),
-            (label, "ours, graph"): captured(lambda k=k: c.index.search(one, k)),
+            (label, "ours, graph"): graphed(lambda k=k: c.index.search(one, k)),
             (label, "scatter-add"): lambda k=k: scatter(k),
         }
         taken = bench.race(works, weigh=False)
         mine, theirs = taken[label, "ours, graph"], taken[label, "scatter-add"]
         # The floor is set against the best public time, 16.9 ms.
         bench.row(f"{label}: public best (16.9 ms) over ours", 16.9 / mine.ms, "x", 60, 200, True)
-        bench.row(
-            f"{label}: scatter-add over ours",
-            ratio(theirs, mine),
-            "x",
-            higher=True,
-            note=both(theirs, mine),
-        )
+        bench.compare(f"{label}: scatter-add over ours", theirs, mine, higher=True)
     scatter.set_queries(c.queries)
 
 
@@ -400,9 +370,8 @@ def _orders(bench: Bench) -> None:
         del c
         gc.collect()
     for order in ("topics", "copies"):
-        base = taken["shuffled"]
-        bench.row(f"N {n:,}: time, {order} over shuffled", ratio(taken[order], base), "x", 1.5, 1.1,
-                  note=both(taken[order], base))  # fmt: skip
+        name = f"N {n:,}: time, {order} over shuffled"
+        bench.compare(name, taken[order], taken["shuffled"], (1.5, 1.1))
 
 
 def _precisions(bench: Bench) -> None:
@@ -430,9 +399,8 @@ def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
             "scatter-add": functools.partial(scatter, k),
         }
         for name, work in works.items():
-            ms = race({name: work}, bench.device, 0.4, (3, 20))[name].ms
-            peak = peak_memory(work, bench.device).peak
-            bench.point(Point(f"B at N {n:,}", B, name, ms, peak))
+            make = lambda work=work: work
+            bench.point(bench.measure_point(f"B at N {n:,}", B, name, make, 0.4))
     scatter.set_queries(c.queries)
 
 
@@ -470,14 +438,12 @@ def _cpu(bench: Bench, n: int, B: int) -> None:
     }
     taken = bench.race(works)
     mine = taken[label, "ours"]
-    for kind, limits in (("", (1, 3)), (", no top-k", ())):
+    for kind, limits in (("", (1, 3)), (", no top-k", NONE)):
         theirs = min(
             (taken[label, name + kind] for name in ("torch.sparse.mm", "scipy")), key=lambda t: t.ms
         )
-        bench.row(
-            f"{label}: time, the better library{kind} over ours", ratio(theirs, mine), "x", *limits,
-            higher=True, note=both(theirs, mine),
-        )  # fmt: skip
+        name = f"{label}: time, the better library{kind} over ours"
+        bench.compare(name, theirs, mine, limits, True)
 
 
 FEW_TERMS = Statistics(32, 0, 32, 32, 0.30)
@@ -510,11 +476,7 @@ def _packages(bench: Bench, n: int) -> None:
             label = f"N {n:,}, 32 queries of 32 terms, top-{k}, threads {number}"
             taken = bench.race({(label, name): work for name, work in works.items()})
             for name in there:
-                theirs, mine = taken[label, name], taken[label, "ours"]
-                bench.row(
-                    f"{label}: time, {name} over ours", ratio(theirs, mine), "x", *FASTER[name],
-                    higher=True, note=both(theirs, mine) + remarks[name],
-                )  # fmt: skip
+                bench.over(taken, label, name, "ours", FASTER[name], remark=remarks[name])
     finally:
         torch.set_num_threads(threads)
 

@@ -7,7 +7,6 @@ same module compiled after `sparse_inductor.enable()` ("ours"); the operator cal
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +15,24 @@ import torch
 from torch import Tensor, nn
 
 import sparse_inductor
-from benchmarks.bench import Bench, Label, NotRewritten, both, compiled, ratio, rewritten
-from benchmarks.measure import MIB, Timing, Work, gemm, isolated, peak_memory, race
+from benchmarks import bench as common
+from benchmarks.bench import (
+    FORWARD,
+    INFERENCE,
+    NONE,
+    TRAINING,
+    Bench,
+    Label,
+    Limits,
+    NotRewritten,
+    Section,
+    part,
+    step,
+)
+from benchmarks.measure import MIB, Work, gemm, isolated, peak_memory
 from benchmarks.publish import Point, Sample
 
-FORWARD, TRAINING, INFERENCE = "forward", "forward + backward", "inference"
+FAMILY = "splade_head"
 ACTIVE = 0.02
 
 
@@ -77,12 +89,14 @@ class Head(nn.Module):
         return values
 
 
-class Case:
+class Case(common.Case):
     """Random data for one shape; logits are about N(0, 1).
 
     `active` is the share of [B, V] that is to come out positive, by way of the bias; None: all of it. `padding` is
     "none", "half" (every length is half of S) or "random" (lengths with a mean of half).
     """
+
+    pattern = FAMILY
 
     def __init__(
         self,
@@ -100,55 +114,21 @@ class Case:
         bias = torch.randn(shape.V, **like).mul_(0.1)
         self.mask = _mask(shape, device, padding)
         shift = 1.0 if active is None else -_quantile(self.hidden, weight, bias, 1 - active)
-        self.head = Head(weight, bias + shift)
+        self.module = Head(weight, bias + shift)
         self.grad = torch.randn(shape.B, shape.V, **like)
+        self.inputs = self.hidden, self.mask
+        self.wanted = (self.hidden, *self.module.parameters())
         with torch.no_grad():
-            values = self.contender("operator")(self.hidden, self.mask)
+            values = self.contender("operator")(*self.inputs)
         self.active = (values > 0).float().mean().item()
+        self.label = f"{shape}, {self.active:.1%} active"
         self.hidden.requires_grad_()
 
-    @property
-    def label(self) -> str:
-        """For the tables: the shape and how much of the result is active."""
-        return f"{self.shape}, {self.active:.1%} active"
-
-    def contender(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """One way of computing the head; nothing is compiled before its first call."""
-        if name == "eager":
-            return self.head
-        if name == "compile":
-            return compiled(self.head)
-        if name == "ours":
-            return rewritten(self.head, "splade_head")
-        weight, bias = self.head.decoder.weight, self.head.decoder.bias
+    def contender(self, name: str) -> Callable[..., Tensor]:
+        if name != "operator":
+            return super().contender(name)
+        weight, bias = self.module.decoder.weight, self.module.decoder.bias
         return lambda hidden, mask: sparse_inductor.ops.splade_head(hidden, weight, bias, mask)
-
-    def works(
-        self, kinds: Sequence[str], names: Sequence[str], remark: str = ""
-    ) -> dict[Label, Work]:
-        """What `Bench.race` takes: each kind of work by each contender."""
-        runs = {name: self.contender(name) for name in names}
-        pairs = [(kind, name) for kind in kinds for name in names]
-        return {
-            (f"{self.label}{remark}, {kind}", name): self.work(kind, runs[name])
-            for kind, name in pairs
-        }
-
-    def work(self, kind: str, run: Callable[[Tensor, Tensor], Tensor]) -> Work:
-        inputs = (self.hidden, self.head.decoder.weight, self.head.decoder.bias)
-
-        def forward() -> Tensor:  # of a training step: what the backward needs is kept
-            return run(self.hidden, self.mask)
-
-        def training() -> tuple[Tensor, ...]:
-            out = run(self.hidden, self.mask)
-            return (out, *torch.autograd.grad(out, inputs, self.grad))
-
-        def inference() -> Tensor:
-            with torch.no_grad():
-                return run(self.hidden, self.mask)
-
-        return {FORWARD: forward, TRAINING: training, INFERENCE: inference}[kind]
 
 
 def _mask(shape: Shape, device: torch.device, padding: str) -> Tensor:
@@ -198,56 +178,30 @@ def _fitting(bench: Bench, shape: Shape, works: Mapping[Label, Work]) -> dict[La
 # --- The GPU's table --------------------------------------------------------------------------------------------------
 
 
-Section = Callable[[Bench], None]
-
-
 def _gpu_sections(bench: Bench) -> list[Section]:
     main, large = Shape(320, 512, 768, 30522), Shape(64, 512, 768, 250002)
     others = [Shape(64, 128, 768, 30522), Shape(64, 4096, 768, 30522)]
     if bench.quick:
         main, large, others = Shape(4, 64, 64, 1000), Shape(2, 64, 64, 3000), []
 
-    def first(bench: Bench) -> None:
-        case = Case(main, bench.device)
-        _against_limits(bench, case, ["eager", "compile"], 0.75, 0.92)
-        _against_compile(bench, case)
-
-    def second(bench: Bench) -> None:
-        _against_limits(bench, Case(large, bench.device), ["compile"], 0.72, 0.90)
-
-    def scratch(bench: Bench) -> None:
-        for shape in (*others, main, large):
-            _scratch(bench, shape)
-
-    def all_active(bench: Bench) -> None:
-        _all_active(bench, main)
-
-    def padding(bench: Bench) -> None:
-        _padding(bench, main)
-
-    return [first, all_active, padding, second, scratch, _long, _host]
+    return [
+        part("first", _first, main),
+        part("all_active", _all_active, main),
+        part("padding", _padding, main),
+        part("second", _second, large),
+        part("scratch", _scratch, (*others, main, large)),
+        _long,
+    ]
 
 
-class Touched(nn.Module):
-    """What a head reads and writes, in next to no kernels of Inductor's."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__()
-        self.decoder = head.decoder
-
-    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        sums = hidden.sum((1, 2)) * attention_mask.sum(1)
-        return sums[:, None] * self.decoder.weight[:, 0] + self.decoder.bias
+def _first(bench: Bench, shape: Shape) -> None:
+    case = Case(shape, bench.device)
+    _against_limits(bench, case, ["eager", "compile"], 0.75, 0.92)
+    _against_compile(bench, case)
 
 
-def _host(bench: Bench) -> None:
-    """The host's part of a call, at a size at which the GPU's is small."""
-    case = Case(Shape(4, 32, 64, 1000), bench.device)
-    runs = {name: case.contender(name) for name in ("ours", "compile")}
-    for kind in (INFERENCE, TRAINING):
-        plain = case.work(kind, compiled(Touched(case.head)))
-        ours, theirs = (case.work(kind, runs[name]) for name in ("ours", "compile"))
-        bench.host(f"{case.label}, {kind}", ours, plain, theirs)
+def _second(bench: Bench, shape: Shape) -> None:
+    _against_limits(bench, Case(shape, bench.device), ["compile"], 0.72, 0.90)
 
 
 def _against_limits(
@@ -262,10 +216,7 @@ def _against_limits(
     beside = taken[product_label].per_second(flops)
     best = max(beside, bench.limits.flops)  # the stricter of: beside the head, and alone
     limit = bench.limits.ms(case.shape.flops, 2 * case.shape.numbers)
-    for name, what, limits in (
-        ("ours", "", (floor, goal)),
-        ("operator", " (operator)", (None,) * 2),
-    ):
+    for name, what, limits in (("ours", "", (floor, goal)), ("operator", " (operator)", NONE)):
         mine = taken[f"{case.label}{remark}, {FORWARD}", name]
         rate = mine.per_second(case.shape.flops)
         bench.row(
@@ -283,15 +234,12 @@ def _against_compile(bench: Bench, case: Case) -> None:
     """Ratios to the unrewritten program, and of our training step to our forward: one race."""
     names = ["eager", "compile", "ours", "operator"]
     works = {**case.works([TRAINING], names), **case.works([FORWARD, INFERENCE], names[1:3])}
-    taken = bench.race(_fitting(bench, case.shape, works), None if bench.quick else 4.0)
-    for kind, floor, goal in ((FORWARD, 1.5, 1.8), (TRAINING, 4.0, 5.0), (INFERENCE, None, None)):
-        theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
-        name = f"{case.label}, {kind}: time, compile over ours"
-        bench.row(name, ratio(theirs, mine), "x", floor, goal, True, both(theirs, mine))
+    taken = bench.race(_fitting(bench, case.shape, works), 4.0)
+    for kind, limits in ((FORWARD, (1.5, 1.8)), (TRAINING, (4.0, 5.0)), (INFERENCE, NONE)):
+        bench.over(taken, f"{case.label}, {kind}", "compile", "ours", limits)
     _memory_rows(bench, f"{case.label}, {TRAINING}")
-    step, front = (taken[f"{case.label}, {kind}", "ours"] for kind in (TRAINING, FORWARD))
-    name = f"{case.label}, {TRAINING}, over our forward"
-    bench.row(name, ratio(step, front), "x", 1.35, 1.15, note=both(step, front))
+    whole, front = (taken[f"{case.label}, {kind}", "ours"] for kind in (TRAINING, FORWARD))
+    bench.compare(f"{case.label}, {TRAINING}, over our forward", whole, front, (1.35, 1.15))
 
 
 def _memory_rows(bench: Bench, case: str) -> None:
@@ -313,14 +261,10 @@ def _all_active(bench: Bench, shape: Shape) -> None:
     case = Case(shape, bench.device, active=None)
     works = {**case.works([FORWARD], ["ours"]), **case.works([TRAINING], ["compile", "ours"])}
     taken = bench.race(_fitting(bench, shape, works))
-    front = taken[f"{case.label}, {FORWARD}", "ours"]
-    theirs, mine = (taken.get((f"{case.label}, {TRAINING}", n)) for n in ("compile", "ours"))
     name = f"{case.label}, {TRAINING}"
-    bench.row(
-        f"{name}, over our forward", ratio(mine, front), "x", 2.0, 1.6, note=both(mine, front)
-    )
-    value = ratio(theirs, mine)
-    bench.row(f"{name}: time, compile over ours", value, "x", higher=True, note=both(theirs, mine))
+    whole, front = taken[name, "ours"], taken[f"{case.label}, {FORWARD}", "ours"]
+    bench.compare(f"{name}, over our forward", whole, front, (2.0, 1.6))
+    bench.over(taken, name, "compile", "ours")
 
 
 def _padding(bench: Bench, shape: Shape) -> None:
@@ -330,30 +274,26 @@ def _padding(bench: Bench, shape: Shape) -> None:
     labels: dict[str, Label] = {}
     for name, case in cases.items():
         labels[name] = (f"{shape}, padding {name}, forward", "ours")
-        works[labels[name]] = next(iter(case.works([FORWARD], ["ours"]).values()))
+        works[labels[name]] = case.work(FORWARD, case.contender("ours"))
     taken = bench.race(works, weigh=False)
     whole = taken[labels["none"]]
     for name, what in (("half", "every length half of S"), ("random", "random lengths")):
         share = 1 - cases[name].mask.float().mean().item()
         mine = taken[labels[name]]
-        note = f"{share:.1%} padding, {both(mine, whole)}"
         label = f"{shape} forward, {what}, over the same batch unpadded"
-        bench.row(label, ratio(mine, whole), "x", 0.60, 0.52, note=note)
+        bench.compare(label, mine, whole, (0.60, 0.52), remark=f", {share:.1%} padding")
 
 
-def _scratch(bench: Bench, shape: Shape) -> None:
+def _scratch(bench: Bench, shapes: Sequence[Shape]) -> None:
     """Memory that is neither input, output nor gradient."""
-    works = Case(shape, bench.device).works([TRAINING], ["ours"])
-    found = peak_memory(next(iter(works.values())), bench.device)
-    allowed = [(each * shape.entries / MIB) + more for each, more in ((12, 256), (8, 64))]
-    bench.row(
-        f"{shape}, {TRAINING}: peak memory beyond inputs, outputs and gradients",
-        found.scratch / MIB,
-        "MiB",
-        *allowed,
-        note=f"{found.scratch / shape.entries:.1f} bytes a [B, V] entry",
-    )
-    bench.say(f"{shape}: {found.scratch / MIB:,.0f} MiB beyond inputs, outputs and gradients")
+    for shape in shapes:
+        case = Case(shape, bench.device)
+        found = peak_memory(case.work(TRAINING, case.contender("ours")), bench.device).scratch
+        allowed = [(each * shape.entries / MIB) + more for each, more in ((12, 256), (8, 64))]
+        note = f"{found / shape.entries:.1f} bytes a [B, V] entry"
+        what = "peak memory beyond inputs, outputs and gradients"
+        bench.row(f"{shape}, {TRAINING}: {what}", found / MIB, "MiB", *allowed, note=note)
+        bench.say(f"{shape}: {found / MIB:,.0f} MiB beyond inputs, outputs and gradients")
 
 
 def _long(bench: Bench) -> None:
@@ -365,9 +305,8 @@ def _long(bench: Bench) -> None:
     for shape in (long, short):
         works |= Case(shape, bench.device).works([TRAINING], ["ours"])
     mine, other = bench.race(works).values()
-    note = f"{both(mine, other)} for as many tokens"
     name = f"{long}, {TRAINING}: time a token, over {short}"
-    bench.row(name, ratio(mine, other), "x", None, 1.1, note=note)
+    bench.compare(name, mine, other, (None, 1.1), remark=" for as many tokens")
 
 
 # --- The CPU's table --------------------------------------------------------------------------------------------------
@@ -376,20 +315,18 @@ def _long(bench: Bench) -> None:
 def _cpu_sections(bench: Bench) -> list[Section]:
     shape = Shape(2, 16, 32, 500) if bench.quick else Shape(8, 256, 384, 30522)
 
-    def few_active(bench: Bench) -> None:
-        _cpu_times(bench, shape)
+    return [
+        part("few_active", _cpu_times, shape),
+        part("memory", _cpu_memory, shape),
+        part("all_active", _cpu_all_active, shape),
+    ]
 
-    def all_active(bench: Bench) -> None:
-        full = Case(shape, bench.device, active=None)
-        works = full.works([TRAINING, INFERENCE], ["compile", "ours"])
-        taken = bench.race(works, None if bench.quick else 60.0)
-        for kind in (TRAINING, INFERENCE):
-            _cpu_row(bench, taken, f"{full.label}, {kind}")
 
-    def memory(bench: Bench) -> None:
-        _cpu_memory(bench, shape)
-
-    return [few_active, memory, all_active]
+def _cpu_all_active(bench: Bench, shape: Shape) -> None:
+    full = Case(shape, bench.device, active=None)
+    taken = bench.race(full.works([TRAINING, INFERENCE], ["compile", "ours"]), 60.0)
+    for kind in (TRAINING, INFERENCE):
+        bench.over(taken, f"{full.label}, {kind}", "ours", "compile")
 
 
 def _cpu_times(bench: Bench, shape: Shape) -> None:
@@ -397,35 +334,23 @@ def _cpu_times(bench: Bench, shape: Shape) -> None:
     product_label = ("matrix product for the limit", "torch.mm")
     case = Case(shape, bench.device)
     works = case.works([FORWARD, TRAINING], ["eager", "compile", "ours", "operator"])
-    taken = bench.race({product_label: product, **works}, None if bench.quick else 120.0)
-    for kind, floor, goal in ((FORWARD, 1.05, 0.9), (TRAINING, 0.7, 0.5)):
-        _cpu_row(bench, taken, f"{case.label}, {kind}", floor, goal)
+    taken = bench.race({product_label: product, **works}, 120.0)
+    for kind, limits in ((FORWARD, (1.05, 0.9)), (TRAINING, (0.7, 0.5))):
+        bench.over(taken, f"{case.label}, {kind}", "ours", "compile", limits)
     best = max(taken[product_label].per_second(flops), bench.limits.flops)
     rate = taken[f"{case.label}, {FORWARD}", "ours"].per_second(shape.flops)
     note = f"{rate / 1e9:.0f} of {best / 1e9:.0f} GFLOP/s"
     bench.row(f"{shape} forward, share of the GEMM rate", rate / best, higher=True, note=note)
 
 
-def _cpu_row(
-    bench: Bench,
-    taken: Mapping[Label, Timing],
-    case: str,
-    floor: float | None = None,
-    goal: float | None = None,
-) -> None:
-    mine, theirs = taken[case, "ours"], taken[case, "compile"]
-    name = f"{case}: time, ours over compile"
-    bench.row(name, ratio(mine, theirs), "x", floor, goal, note=both(mine, theirs))
-
-
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
     """Peak resident memory over the inputs, each contender in a process of its own."""
-    kinds = ((FORWARD, (None, None)), (TRAINING, (0.25, 0.1)))
+    kinds: Sequence[tuple[str, Limits]] = ((FORWARD, NONE), (TRAINING, (0.25, 0.1)))
     for kind, limits in kinds[1:] if bench.quick else kinds:
         taken = {}
         for name in ("compile", "ours") if bench.quick else ("eager", "compile", "ours"):
             sizes = dataclasses.astuple(shape)
-            taken[name] = isolated(measure_step, sizes=sizes, name=name, kind=kind)["peak"]
+            taken[name] = isolated(step, family=FAMILY, sizes=sizes, name=name, kind=kind)["peak"]
             case = f"{shape}, {kind}, in a process of its own"
             bench.results.samples.append(Sample(case, name, peak_bytes=taken[name]))
             bench.say(f"{case}: {name} peak {taken[name] / MIB:,.0f} MiB")
@@ -437,18 +362,6 @@ def _cpu_memory(bench: Bench, shape: Shape) -> None:
             *limits,
             note=f"{mine / MIB:,.0f} MiB / {theirs / MIB:,.0f} MiB, outputs and gradients included",
         )
-
-
-def measure_step(
-    sizes: Sequence[int], name: str, kind: str, seconds: float = 0.0
-) -> dict[str, Any]:
-    """In a process of its own: median time (if `seconds`) and peak memory of one contender on the CPU."""
-    device = torch.device("cpu")
-    works = Case(Shape(*sizes), device).works([kind], [name])
-    work = next(iter(works.values()))
-    peak = peak_memory(work, device).peak
-    ms = race({name: work}, device, seconds, (3, 20))[name].ms if seconds else None
-    return {"peak": peak, "ms": ms}
 
 
 # --- The pass itself --------------------------------------------------------------------------------------------------
@@ -517,21 +430,14 @@ def _sweep_sizes(bench: Bench) -> tuple[Shape, dict[str, list[int]]]:
 
 def _point(bench: Bench, shape: Shape, name: str) -> Point:
     """A training step at one place of the sweeps."""
-    if bench.late():
-        return Point("", 0, name, None, None, "not measured: out of time")
-    seconds = 0.1 if bench.quick else 0.4 if bench.cuda else 3.0
     if bench.cuda:
-        torch._dynamo.reset()
-        gc.collect()
         works = _fitting(bench, shape, Case(shape, bench.device).works([TRAINING], [name]))
         if not works:
             return Point("", 0, name, None, None, "not measured: does not fit")
-        work = next(iter(works.values()))
-        ms = race({name: work}, bench.device, seconds, (3, 20))[name].ms
-        peak = peak_memory(work, bench.device).peak
-    else:
-        sizes = dataclasses.astuple(shape)
-        found = isolated(measure_step, sizes=sizes, name=name, kind=TRAINING, seconds=seconds)
-        ms, peak = found["ms"], found["peak"]
-    bench.say(f"sweep {shape}: {name} {ms:.4g} ms, peak {peak / MIB:,.0f} MiB")
-    return Point("", 0, name, ms, peak)
+        return bench.measure_point(str(shape), 0, name, lambda: works.popitem()[1], 0.4)
+    if bench.late():
+        return Point("", 0, name, None, None, "not measured: out of time")
+    how = {"sizes": dataclasses.astuple(shape), "seconds": 0.1 if bench.quick else 3.0}
+    found = isolated(step, family=FAMILY, name=name, kind=TRAINING, **how)
+    bench.say(f"sweep {shape}: {name} {found['ms']:.4g} ms, peak {found['peak'] / MIB:,.0f} MiB")
+    return Point("", 0, name, found["ms"], found["peak"])

@@ -1,13 +1,11 @@
-"""What inspecting costs: the import, a first step from filled caches, `explain` on a model, a pattern's lines."""
+"""What inspecting costs: the import, `explain` on a model, a pattern's lines."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -22,7 +20,6 @@ from benchmarks.pages import DOCS
 def run(bench: Bench) -> None:
     """Measure everything."""
     bench.section(_import, bench)
-    bench.section(_warm_start, bench)
     bench.section(_explain, bench)
     bench.section(_lines, bench)
 
@@ -50,41 +47,6 @@ def _import(bench: Bench) -> None:
     first, on = (min(column) for column in zip(*found))
     note = f"least of {times} processes; the first enable() takes {on:.0f} ms more"
     bench.row("import sparse_inductor, beyond import torch", first, "ms", 30, 10, note=note)
-
-
-WARM_START = """
-import sys, time
-import torch
-import sparse_inductor
-from transformers import BertConfig, BertForMaskedLM
-from benchmarks.demo.model import Splade
-if sys.argv[1] == "rewritten":
-    sparse_inductor.enable()
-model = Splade(BertForMaskedLM(BertConfig(num_hidden_layers=2))).eval()
-args = torch.ones(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64)
-started = time.perf_counter()
-torch.compile(model)(*args).sum().backward()
-print(time.perf_counter() - started)
-"""
-
-
-def _warm_start(bench: Bench) -> None:
-    """The first training step of a process that finds its code in Inductor's caches."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for which in ("rewritten", "unrewritten"):
-            times = []
-            for _ in range(2 if bench.quick else 5):
-                done = subprocess.run(
-                    [sys.executable, "-c", WARM_START, which],
-                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
-                    capture_output=True, text=True, check=True, timeout=600,
-                )  # fmt: skip
-                times.append(float(done.stdout.splitlines()[-1]))
-            found[which] = min(times[1:])  # the first fills the caches
-    ours, theirs = found["rewritten"], found["unrewritten"]
-    note = f"{ours:.2f} s; unrewritten {theirs:.2f} s"
-    bench.row("first step with filled caches, beyond unrewritten", ours - theirs, "s", note=note)
 
 
 def _explain(bench: Bench) -> None:
