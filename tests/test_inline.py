@@ -164,7 +164,7 @@ def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(u
     steps = "relu | square", up or ""
     found = []
     for y, numbers, counts in (
-        ops._dense(x, tensors[1:], *steps, True, True),
+        ops._dense(ops._Call(*tensors, *steps, True, True)),
         torch.ops.sparse_inductor.relu_ffn(*tensors, *steps, True, True),
     ):
         loss = y.double().sin().sum() + (numbers[0] - 2 * numbers[2] + numbers[4]).double().sum()

@@ -1,12 +1,15 @@
-"""What the operators ask of their arguments' dtypes and sizes.
+"""An operator's arguments by name, and what the operators ask of their dtypes and sizes.
 
 Symbolic sizes are compared when the operator runs: a check must not become a guard.
 """
 
 from __future__ import annotations
 
+import ast
+import collections
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +18,15 @@ from ..layers import launches
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 IMPACTS = (torch.uint8, torch.int8, torch.int16, *INTEGERS)  # quantised weights
+
+
+def arguments(schema: str) -> Any:
+    """A named tuple of the arguments that a schema lists, with its defaults, which the dispatcher leaves out."""
+    listed = [text.partition("=") for text in schema.split(", ")]
+    names = [declared.rpartition(" ")[2] for declared, _, _ in listed]
+    defaults = [ast.literal_eval(value) for _, given, value in listed if given]
+    make: Any = collections.namedtuple
+    return make("Arguments", names, defaults=defaults)
 
 
 def as_rows(t: torch.Tensor) -> torch.Tensor:
@@ -49,6 +61,14 @@ def fake_gradients(
     return returned(
         (t.new_empty(t.shape) if n and t is not None else None for t, n in zip(of, needs)), like
     )
+
+
+def check_shape(name: str, t: torch.Tensor | None, shape: Sequence[object], said: str = "") -> None:
+    """Raises ValueError where a tensor has another shape, as far as both are known; None is any size. said: how the
+    message writes the shape, "{0}" being its first size."""
+    if t is not None and not same(t.shape, shape):
+        wanted = said.format(*shape) if said else list(shape)
+        raise ValueError(f"{name} must be {wanted}, got shape {tuple(t.shape)}")
 
 
 def check_floats(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:

@@ -20,7 +20,16 @@ from torch import Tensor
 from ..layers import has_kernels, launches
 from . import _entmax_aten as rows
 from . import _entmax_attention_aten as aten
-from ._arguments import FLOATS, fake_gradients, fits, known, returned, same
+from ._arguments import (
+    FLOATS,
+    arguments,
+    check_floats,
+    check_shape,
+    fake_gradients,
+    fits,
+    known,
+    returned,
+)
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -38,6 +47,7 @@ _INPUTS = (
 )
 # No fill is -inf, a number that an AOTInductor package cannot hold.
 _NUMBERS = "float alpha_value, float scale, float? fill, bool causal, bool added"
+_Call = arguments(f"{_INPUTS}, {_NUMBERS}, {UNDEFINED}")
 _lib = define(
     f"entmax_attention({_INPUTS}, {_NUMBERS}, {UNDEFINED}) -> Tensor",
     f"entmax_attention_train({_INPUTS}, {_NUMBERS}, {UNDEFINED}) -> (Tensor, Tensor[])",
@@ -128,94 +138,70 @@ def _four(name: str, t: Tensor | None, flat: bool) -> Tensor | None:
     return t.unsqueeze(1) if flat else t
 
 
-def _check(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added,
-    undefined="",
-) -> None:  # fmt: skip
+def _check(c) -> None:
     """Raises the errors that `entmax_attention` documents."""
+    q, k, v = c.q, c.k, c.v
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ValueError(f"{name} must be [B, H, L, D], got shape {tuple(t.shape)}")
-        if t.dtype not in FLOATS:
-            raise TypeError(f"{name} must be one of {FLOATS}, got {t.dtype}")
-        if t.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {t.dtype}")
+    check_floats("q", q, k=k, v=v)
     (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
-    if not same(k.shape, (B, Hkv, Lk, D)):
-        raise ValueError(
-            f"k must be [B, Hkv, Lk, D] with B = {B} and D = {D} of q, got shape {tuple(k.shape)}"
-        )
-    if not same(v.shape[:3], (B, Hkv, Lk)):
-        raise ValueError(
-            f"v must be [B, Hkv, Lk, Dv] = [{B}, {Hkv}, {Lk}, Dv] as k is, got shape {tuple(v.shape)}"
-        )
+    check_shape("k", k, (B, Hkv, Lk, D), "[B, Hkv, Lk, D] with B = {0} and D = {3} of q")
+    check_shape("v", v, (B, Hkv, Lk, None), "[B, Hkv, Lk, Dv] = [{0}, {1}, {2}, Dv] as k is")
     if known(H, Hkv) and (H % Hkv if Hkv else H):
         raise ValueError(f"q has {H} heads, which is no multiple of the {Hkv} heads of k")
-    for name, t in (
-        ("bias", bias),
-        ("mask", mask),
-        ("alpha", alpha),
-        ("query_lengths", query_lengths),
-        ("key_lengths", key_lengths),
-        ("k", k),
-        ("v", v),
-    ):
+    for name in ("bias", "mask", "alpha", "query_lengths", "key_lengths"):
+        t = getattr(c, name)
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} is on {t.device}, q on {q.device}")
-    for name, t, shape in (
-        ("bias", bias, (B, H, Lq, Lk)),
-        ("mask", mask, (B, H, Lq, Lk)),
-        ("alpha", alpha, (B, H, Lq, 1)),
+    for name, shape in (
+        ("bias", (B, H, Lq, Lk)),
+        ("mask", (B, H, Lq, Lk)),
+        ("alpha", (B, H, Lq, 1)),
     ):
+        t = getattr(c, name)
         if t is not None and (t.dim() != 4 or not fits(t.shape, shape)):
             raise ValueError(f"{name} must broadcast to {tuple(shape)}, got shape {tuple(t.shape)}")
-    if bias is not None and bias.dtype not in FLOATS:
-        raise TypeError(f"bias must be one of {FLOATS}, got {bias.dtype}")
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool (True keeps a key), got {mask.dtype}")
-    for name, t in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
-        if t is not None and not same(t.shape, (B,)):
-            raise ValueError(f"{name} must be [B] = [{B}], got shape {tuple(t.shape)}")
+    if c.bias is not None and c.bias.dtype not in FLOATS:
+        raise TypeError(f"bias must be one of {FLOATS}, got {c.bias.dtype}")
+    if c.mask is not None and c.mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True keeps a key), got {c.mask.dtype}")
+    for name in ("query_lengths", "key_lengths"):
+        t = getattr(c, name)
+        check_shape(name, t, (B,), "[B] = [{0}]")
         if t is not None and (t.dtype.is_floating_point or t.dtype == torch.bool or t.is_complex()):
             raise TypeError(f"{name} must be integers, got {t.dtype}")
-    check_alpha(alpha, alpha_value, q)
-    if fill is not None and (math.isnan(fill) or fill == math.inf):
-        raise ValueError(f"fill must be finite or -inf, got {fill}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    check_alpha(c.alpha, c.alpha_value, q)
+    if c.fill is not None and (math.isnan(c.fill) or c.fill == math.inf):
+        raise ValueError(f"fill must be finite or -inf, got {c.fill}")
+    if not math.isfinite(c.scale):
+        raise ValueError(f"scale must be finite, got {c.scale}")
 
 
-_KEYWORDS = (
-    "bias", "mask", "alpha", "query_lengths", "key_lengths", "alpha_value", "scale", "fill", "causal",
-    "added",
-)  # fmt: skip
-
-
-def _kernels(q, k, v, terms):
+def _kernels(c):
     """The kernels' module and the terms by name where they apply, else None; and what chunked ATen takes."""
-    named = dict(zip(_KEYWORDS, terms))
-    if named["fill"] is None:
+    named = {name: getattr(c, name) for name in c._fields[3:-1]}
+    if c.fill is None:
         named["fill"] = -math.inf
     kernels = None
-    if has_kernels(q):
+    if has_kernels(c.q):
         try:
             from ..kernels.entmax_attention import attention as module
 
-            kernels = module if module.applies(q, k, v, **named) else None
+            kernels = module if module.applies(c.q, c.k, c.v, **named) else None
         except ImportError:
-            if launches(q):
+            if launches(c.q):
                 raise
-    alpha = named["alpha_value"] if named["alpha"] is None else named["alpha"]
+    alpha = c.alpha_value if c.alpha is None else c.alpha
     rest = {name: t for name, t in named.items() if name not in ("alpha", "alpha_value")}
     return kernels, named, aten.Terms(alpha=alpha, **rest)
 
 
-def _forward(q, k, v, terms, training):
-    _check(q, k, v, *terms)
-    # The dispatcher leaves out a last argument that has its default.
-    undefined = dict(zip((*_KEYWORDS, "undefined"), terms)).get("undefined", "")
+def _forward(c, training):
+    _check(c)
+    q, k, v, undefined = c.q, c.k, c.v, c.undefined
     rows.check_not_empty(k.shape[2], undefined)
-    kernels, named, terms = _kernels(q, k, v, terms)
+    kernels, named, terms = _kernels(c)
     with autocast_off(q.device.type):
         if kernels is None:
             out, y = aten.forward(q, k, v, terms, undefined)
@@ -227,23 +213,21 @@ def _forward(q, k, v, terms, training):
         return out, kernels.saved_like(q, k, v, **named) if training else ()
 
 
-def _infer(q, k, v, *terms):
-    return _forward(q, k, v, terms, training=False)[0]
+def _infer(*call):
+    return _forward(_Call(*call), training=False)[0]
 
 
-def _train(q, k, v, *terms):
-    out, saved = _forward(q, k, v, terms, training=True)
+def _train(*call):
+    out, saved = _forward(_Call(*call), training=True)
     return out, list(saved)
 
 
-def _backward(
-    grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
-    alpha_value, scale, fill, causal, added, needs,
-):  # fmt: skip
-    kernels, named, terms = _kernels(
-        q, k, v,
-        (bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added),
-    )  # fmt: skip
+def _backward(grad, *call):
+    *inputs, out, saved = call[:10]
+    *numbers, needs = call[10:]
+    c = _Call(*inputs, *numbers)
+    q, k, v = inputs[:3]
+    kernels, named, terms = _kernels(c)
     with autocast_off(q.device.type):
         if kernels is not None and launches(q):
             grads = kernels.backward(grad, q, k, v, out, tuple(saved), **named, needs=tuple(needs))
@@ -274,24 +258,23 @@ class _EntmaxAttention(torch.autograd.Function):
         return q, k, v, bias, None, alpha, *(None,) * (len(ctx.needs_input_grad) - 6)
 
 
-def _fake(q, k, v, *terms):
-    _check(q, k, v, *terms)
-    return q.new_empty(*q.shape[:3], v.shape[-1])
+def _fake(*call):
+    c = _Call(*call)
+    _check(c)
+    return c.q.new_empty(*c.q.shape[:3], c.v.shape[-1])
 
 
-def _fake_train(q, k, v, *terms):
-    out = _fake(q, k, v, *terms)
-    kernels, named, given = _kernels(q, k, v, terms)
+def _fake_train(*call):
+    out, c = _fake(*call), _Call(*call)
+    kernels, named, terms = _kernels(c)
     if kernels is not None:
-        return out, list(kernels.saved_like(q, k, v, **named))
-    return out, [q.new_empty(q.shape[:3], dtype=aten.saved_dtype(q, k, v, given))]
+        return out, list(kernels.saved_like(c.q, c.k, c.v, **named))
+    return out, [c.q.new_empty(c.q.shape[:3], dtype=aten.saved_dtype(c.q, c.k, c.v, terms))]
 
 
-def _fake_backward(
-    grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
-    alpha_value, scale, fill, causal, added, needs,
-):  # fmt: skip
-    return fake_gradients((q, k, v, bias, alpha), needs, q)
+def _fake_backward(grad, *call):
+    c = _Call(*call[:8], *call[10:15])
+    return fake_gradients((c.q, c.k, c.v, c.bias, c.alpha), call[-1], c.q)
 
 
 # Spread over the batch or over the heads; a head of keys goes with the heads of queries that read it.
@@ -309,10 +292,8 @@ def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
     return Rule(inputs, saved, ("B", "HG"), even="HG")
 
 
-def _shared_backward(
-    grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved, *_
-) -> Rule:  # fmt: skip
-    rule = _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths)
+def _shared_backward(grad, *call) -> Rule:
+    rule, saved = _shared(*call), call[9]
     out, inputs = rule.outputs[0], rule.inputs
     kept = ((letters or ())[: t.dim()] for letters, t in zip(rule.outputs[1:], saved))
     return rule.backward((out,), (out, *kept), (*inputs[:4], inputs[5]))

@@ -19,8 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +32,10 @@ from ..layers import launches
 from ..policy.popular import may_take_popular
 from . import _relu_ffn_aten as aten
 from ._arguments import (
+    arguments,
     as_rows,
     check_floats,
-    differ,
+    check_shape,
     fake_gradients,
     is_turned,
     returned,
@@ -56,13 +56,15 @@ _INPUTS = (
     "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
     " Tensor? stat_weight, Tensor? thresholds, str gate_steps, str up_steps, bool stats, bool counts"
 )
-_SETTINGS = 13  # the number of these
+_TENSORS, _SETTINGS = 9, 13  # how many tensors there are in front, and how many arguments
+_OPTIONS = "Tensor? residual=None, int popular=0, Tensor? shift=None"
+_Call = arguments(f"{_INPUTS}, {_OPTIONS}")
 _PACKED = (
     "Tensor count, Tensor index, Tensor gates, Tensor ups,"
     " Tensor popular, Tensor popular_gates, Tensor popular_ups"
 )
 _lib = define(
-    f"relu_ffn({_INPUTS}, Tensor? residual=None, int popular=0, Tensor? shift=None) -> (Tensor, Tensor, Tensor)",
+    f"relu_ffn({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}, int popular=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[9] needs, bool[3] turned)"
@@ -187,49 +189,33 @@ def _programs(gate_steps: str, up_steps: str, jumps: bool) -> tuple[Program, Pro
     return f, g, at
 
 
-def _check(
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds, *,
-    residual=None, popular=0, shift=None,
-) -> None:  # fmt: skip
+def _check(c) -> None:
     """Raises the errors that `relu_ffn` documents."""
+    x, gate, up, down = c.x, c.gate, c.up, c.down
     if x.dim() < 1:
         raise ValueError(f"x must be [..., K], got shape {tuple(x.shape)}")
-    if gate.dim() != 2 or differ(gate.shape[1], x.shape[-1]):
-        raise ValueError(
-            f"gate must be [N, K] with K = {x.shape[-1]}, got shape {tuple(gate.shape)}"
-        )
+    check_shape("gate", gate, (None, x.shape[-1]), "[N, K] with K = {1}")
     N = gate.shape[0]
-    if up is not None and (up.dim() != 2 or any(map(differ, up.shape, gate.shape))):
-        raise ValueError(f"up must be [N, K] = {tuple(gate.shape)}, got shape {tuple(up.shape)}")
-    if up is None and up_bias is not None:
+    check_shape("up", up, gate.shape, "[N, K] = ({0}, {1})")
+    if up is None and c.up_bias is not None:
         raise ValueError("up_bias is given without up")
-    if down.dim() != 2 or differ(down.shape[1], N):
-        raise ValueError(f"down must be [D, N] with N = {N}, got shape {tuple(down.shape)}")
-    of_neurons = (
-        ("gate_bias", gate_bias),
-        ("up_bias", up_bias),
-        ("stat_weight", stat_weight),
-        ("thresholds", thresholds),
-    )
-    others = (("down_bias", down_bias, down.shape[0]), ("shift", shift, x.shape[-1]))
-    for name, t, n in (*((name, t, N) for name, t in of_neurons), *others):
-        if t is not None and (t.dim() != 1 or differ(t.shape[0], n)):
-            raise ValueError(f"{name} must be [{n}], got shape {tuple(t.shape)}")
+    check_shape("down", down, (None, N), "[D, N] with N = {1}")
+    for name in ("gate_bias", "up_bias", "stat_weight", "thresholds"):
+        check_shape(name, getattr(c, name), (N,))
+    check_shape("down_bias", c.down_bias, down.shape[:1])
+    check_shape("shift", c.shift, x.shape[-1:])
     shape = (*x.shape[:-1], down.shape[0])
-    if residual is not None and (
-        residual.dim() != len(shape) or any(map(differ, residual.shape, shape))
-    ):
-        raise ValueError(f"residual must be {shape}, got shape {tuple(residual.shape)}")
-    if popular and not 0 <= 2 * popular <= N:
-        raise ValueError(f"popular must be 0 to N / 2 = {N // 2}, got {popular}")
+    check_shape("residual", c.residual, shape, str(shape))
+    if c.popular and not 0 <= 2 * c.popular <= N:
+        raise ValueError(f"popular must be 0 to N / 2 = {N // 2}, got {c.popular}")
     check_floats(
-        "x", x, gate=gate, gate_bias=gate_bias, up=up, up_bias=up_bias, down=down, down_bias=down_bias,
-        residual=residual, shift=shift, thresholds=thresholds,
+        "x", x, gate=gate, gate_bias=c.gate_bias, up=up, up_bias=c.up_bias, down=down, down_bias=c.down_bias,
+        residual=c.residual, shift=c.shift, thresholds=c.thresholds,
     )  # fmt: skip
-    if thresholds is not None and (up is not None or popular):
+    if c.thresholds is not None and (up is not None or c.popular):
         raise ValueError(f"thresholds are given with {'up' if up is not None else 'popular'}")
-    if stat_weight is not None and stat_weight.dtype != torch.float32:
-        check_floats("x", x, stat_weight=stat_weight)
+    if c.stat_weight is not None and c.stat_weight.dtype != torch.float32:
+        check_floats("x", x, stat_weight=c.stat_weight)
 
 
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:
@@ -243,78 +229,77 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _block(tensors: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
-    """tensors: x, the weights and biases, and what else follows them."""
-    gate, gate_bias, up, up_bias, down, down_bias, _, thresholds = tensors[1:9]
-    f, g, at = _programs(gate_steps, up_steps, thresholds is not None)
-    thresholds = None if thresholds is None else thresholds.contiguous()
-    return aten.Block(gate, gate_bias, up, up_bias, down, down_bias, f, g, at, thresholds)
+def _block(c) -> aten.Block:
+    f, g, at = _programs(c.gate_steps, c.up_steps, c.thresholds is not None)
+    thresholds = None if c.thresholds is None else c.thresholds.contiguous()
+    weights = c.gate, c.gate_bias, c.up, c.up_bias, c.down, c.down_bias
+    return aten.Block(*weights, f, g, at, thresholds)
 
 
-def _empty_statistics(x: Tensor, weight, N, stats: bool, counts: bool) -> tuple[Tensor, Tensor]:
+def _shifted(c):
+    return c.x if c.shift is None else c.x - c.shift
+
+
+def _empty_statistics(x: Tensor, c) -> tuple[Tensor, Tensor]:
     """(statistics of the tokens, counts of the neurons), where they are wanted."""
-    rows = 0 if not stats else 4 if weight is None else 5
+    rows = 0 if not c.stats else 4 if c.stat_weight is None else 5
     numbers = x.new_empty(rows, *x.shape[:-1], dtype=_wide(x))
-    return numbers, x.new_zeros(N if counts else 0, dtype=torch.int32)
+    return numbers, x.new_zeros(c.gate.shape[0] if c.counts else 0, dtype=torch.int32)
 
 
-def _empty_packed(x: Tensor, N, gated: bool, popular: int) -> aten.Packed:
-    M = math.prod(x.shape[:-1])
+def _empty_packed(x: Tensor, c) -> aten.Packed:
+    M, N = math.prod(x.shape[:-1]), c.gate.shape[0]
     index = torch.int16 if isinstance(N, int) and N <= 32768 else torch.int32
-    cap = capacity(N)
+    cap, of_up = capacity(N), 0 if c.up is None else M
     return aten.Packed(
         x.new_empty(M, dtype=torch.int32),
         x.new_empty(M, cap, dtype=index),
         x.new_empty(M, cap),
-        x.new_empty(M if gated else 0, cap),
-        x.new_empty(popular, dtype=torch.int64),
-        x.new_empty(M, popular),
-        x.new_empty(M if gated else 0, popular),
+        x.new_empty(of_up, cap),
+        x.new_empty(c.popular, dtype=torch.int64),
+        x.new_empty(M, c.popular),
+        x.new_empty(of_up, c.popular),
     )
 
 
-def _given(rest: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """residual, popular, shift: the dispatcher leaves out what is the default."""
-    given = (*rest, *(None, 0, None)[len(rest) :])
-    return given[0], given[1], given[2]
-
-
-def _run(train, *call):
+def _run(train, c):
     """(y, statistics, counts, what is packed)."""
-    *tensors, gate_steps, up_steps, stats, counts = call[:_SETTINGS]
-    residual, popular, shift = _given(call[_SETTINGS:])
-    _check(*tensors, residual=residual, popular=popular, shift=shift)
-    block = _block(tensors, gate_steps, up_steps)
-    x, weight, thresholds = tensors[0], *tensors[-2:]
-    if stats and thresholds is not None:
+    _check(c)
+    block = _block(c)
+    if c.stats and c.thresholds is not None:
         raise ValueError("thresholds are given with return_stats")
-    lead = x.shape[:-1]
-    flat = as_rows(x if shift is None else x - shift)
-    N, gated = block.gate.shape[0], block.up is not None
-    numbers, active = _empty_statistics(flat, weight, N, stats, counts)
-    wanted = aten.Statistics(numbers, weight, active if counts else None) if stats else None
-    packed = _empty_packed(flat, N, gated, popular) if train else None
+    lead = c.x.shape[:-1]
+    x, N = as_rows(_shifted(c)), c.gate.shape[0]
+    numbers, active = _empty_statistics(x, c)
+    counts = active if c.counts else None
+    wanted = aten.Statistics(numbers, c.stat_weight, counts) if c.stats else None
+    packed = _empty_packed(x, c) if train else None
     with autocast_off(x.device.type):
-        if _has_kernels(flat, block):
+        if _has_kernels(x, block):
             from ..kernels.relu_ffn import forward as kernel
 
             cap = capacity(N)
-            rest = None if residual is None else residual.reshape(len(flat), -1)
-            apart = popular if may_take_popular(flat.dtype, N, flat.shape[1], stats) else 0
-            y = kernel.forward(flat, block, wanted, packed, cap, rest, apart)
+            rest = None if c.residual is None else c.residual.reshape(len(x), -1)
+            apart = c.popular if may_take_popular(x.dtype, N, x.shape[1], c.stats) else 0
+            y = kernel.forward(x, block, wanted, packed, cap, rest, apart)
         else:
-            y = aten.forward(flat, block, wanted, packed)
-            if residual is not None:
-                y += residual.reshape(y.shape)
+            y = aten.forward(x, block, wanted, packed)
+            if c.residual is not None:
+                y += c.residual.reshape(y.shape)
     return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), active, packed
 
 
 def _infer(*call):
-    return _run(False, *call)[:3]
+    return _run(False, _Call(*call))[:3]
+
+
+def _of_training(call):
+    """The arguments of `relu_ffn_train`."""
+    return _Call(*call[:_SETTINGS], None, *call[_SETTINGS:])
 
 
 def _train(*call):
-    y, numbers, active, p = _run(True, *call[:_SETTINGS], None, *call[_SETTINGS:])
+    y, numbers, active, p = _run(True, _of_training(call))
     return y, numbers, active, *_fields(p)
 
 
@@ -323,23 +308,19 @@ def _fields(p: aten.Packed) -> tuple[Tensor, ...]:
 
 
 def _backward(grad, d_stats, *call):
-    *tensors, gate_steps, up_steps, stats, _ = call[:_SETTINGS]
-    *fields, needs, turned = call[_SETTINGS:]
-    block = _block(tensors, gate_steps, up_steps)
-    x, weight = tensors[0], tensors[7]
-    flat = as_rows(x)
-    dy = as_rows(grad)
-    d_numbers = d_stats.reshape(len(d_stats), -1) if stats else None
+    c, (*fields, needs, turned) = _Call(*call[:_SETTINGS]), call[_SETTINGS:]
+    block, x, dy = _block(c), as_rows(c.x), as_rows(grad)
+    d_numbers = d_stats.reshape(len(d_stats), -1) if c.stats else None
     packed = aten.Packed(*fields)
     with autocast_off(x.device.type):
-        if _has_kernels(flat, block):
+        if _has_kernels(x, block):
             from ..kernels.relu_ffn import backward as kernel
 
-            grads = kernel.backward(dy, d_numbers, weight, flat, block, packed, needs, turned)
+            grads = kernel.backward(dy, d_numbers, c.stat_weight, x, block, packed, needs, turned)
         else:
-            grads = aten.backward(dy, d_numbers, weight, flat, block, packed, needs, turned)
-    dx, *others = returned([*grads, None], x)  # none of the thresholds
-    return dx.view(x.shape) if needs[0] else dx, *others
+            grads = aten.backward(dy, d_numbers, c.stat_weight, x, block, packed, needs, turned)
+    dx, *others = returned([*grads, None], c.x)  # none of the thresholds
+    return dx.view(c.x.shape) if needs[0] else dx, *others
 
 
 class _ReluFfn(torch.autograd.Function):
@@ -360,7 +341,7 @@ class _ReluFfn(torch.autograd.Function):
     @first_order("relu_ffn")
     def backward(ctx, grad, d_stats, _):
         saved = ctx.saved_tensors
-        tensors, packed = saved[:9], saved[9:]
+        tensors, packed = saved[:_TENSORS], saved[_TENSORS:]
         x, gate, gate_bias, up, _, down, *_ = tensors
         for_shift, *wanted = ctx.needs_input_grad[2:]
         needs = [*wanted[:-1], False]
@@ -383,35 +364,33 @@ class _ReluFfn(torch.autograd.Function):
 
 
 def _autograd(*call):
-    *tensors, gate_steps, up_steps, stats, counts = call[:_SETTINGS]
-    residual, popular, shift = _given(call[_SETTINGS:])
-    outside_transforms("relu_ffn", *tensors, residual, shift)
+    c = _Call(*call)
+    tensors = c[:_TENSORS]
+    outside_transforms("relu_ffn", *tensors, c.residual, c.shift)
     needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*tensors, residual, shift)
+        t is not None and t.requires_grad for t in (*tensors, c.residual, c.shift)
     )
-    settings = (gate_steps, up_steps, stats, counts)
-    if residual is not None and needs_grad:
-        _check(*tensors, residual=residual)
-        y, *others = _autograd(*tensors, *settings, None, popular, shift)
-        return residual + y, *others
-    x = tensors[0]
-    if _dense_in_graphs(x, tensors, gate_steps, up_steps, stats):
-        y, *others = _dense(x if shift is None else x - shift, tensors[1:], *settings)
-        return (y if residual is None else residual + y), *others
+    if c.residual is not None and needs_grad:
+        _check(c)
+        y, *others = _autograd(*c._replace(residual=None))
+        return c.residual + y, *others
+    if _dense_in_graphs(c):
+        y, *others = _dense(c._replace(x=_shifted(c)))
+        return (y if c.residual is None else c.residual + y), *others
     if needs_grad:
-        return _ReluFfn.apply(settings, popular, shift, *tensors)
-    args = (*tensors, *settings, residual, popular, shift)
-    return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
+        return _ReluFfn.apply(c[_TENSORS:_SETTINGS], c.popular, c.shift, *tensors)
+    return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, c)
 
 
-def _dense_in_graphs(x, tensors, gate_steps, up_steps, stats) -> bool:
+def _dense_in_graphs(c) -> bool:
     """Whether a graph is traced for a compiler in which so few tokens are known to come that nothing is packed, and so
     many that all weights are read: Inductor makes the better dense block."""
+    x = c.x
     if not x.is_cuda or type(x) in (Tensor, torch.nn.Parameter) or compat.keeps_operators():
         return False
-    present = [t for t in tensors if t is not None]
+    present = [t for t in c[:_TENSORS] if t is not None]
     sizes = [n for t in present for n in (*t.shape, *t.stride())]
-    block = _block(tensors, gate_steps, up_steps)
+    block = _block(c)
     if not all(type(n) is int for n in sizes) or not _has_kernels(x, block):
         return False
     if not all(compat.plain_when_traced(type(t)) for t in present):
@@ -421,7 +400,7 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps, stats) -> bool:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in present)
     flat = as_rows(x)
     few = kernel.is_few(len(flat), block.gate.shape[0])
-    return few and (needs_grad or stats or not kernel.decode.applies(flat, block))
+    return few and (needs_grad or c.stats or not kernel.decode.applies(flat, block))
 
 
 def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons: int) -> bool:
@@ -434,9 +413,9 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
     return kernel.is_few(tokens, neurons)
 
 
-def _dense(x, weights, gate_steps, up_steps, stats, counts):
+def _dense(c):
     """(y, statistics, counts), of ATen's operators."""
-    block, weight = _block((x, *weights), gate_steps, up_steps), weights[6]
+    x, block, weight = c.x, _block(c), c.stat_weight
     with autocast_off(x.device.type):
         gate = F.linear(x, block.gate, block.gate_bias)
         h = a = run(block.f, block.wide(gate))
@@ -445,38 +424,30 @@ def _dense(x, weights, gate_steps, up_steps, stats, counts):
         if block.up is not None:
             h = a * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
         y = F.linear(h.to(x.dtype), block.down, block.down_bias)
-        numbers, active = _empty_statistics(x, weight, block.gate.shape[0], stats, counts)
-        if stats:
+        numbers, active = _empty_statistics(x, c)
+        if c.stats:
             found = [n for t in (a, h) for n in (t.abs().sum(-1), (t != 0).sum(-1))]
             found += [] if weight is None else [(h * block.wide(weight)).sum(-1)]
             numbers = torch.stack([n.to(_wide(x)) for n in found])
-        if counts:
+        if c.counts:
             active = (as_rows(h) != 0).sum(0).to(torch.int32)
         return y, numbers, active
 
 
-def _fake(
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds, gate_steps, up_steps, stats, counts,
-    residual=None, popular=0, shift=None,
-):  # fmt: skip
-    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds)
-    _check(*tensors, residual=residual, popular=popular, shift=shift)
-    _programs(gate_steps, up_steps, thresholds is not None)
-    numbers = _empty_statistics(x, stat_weight, gate.shape[0], stats, counts)
-    return x.new_empty(*x.shape[:-1], down.shape[0]), *numbers
+def _fake(*call):
+    c = _Call(*call)
+    _check(c)
+    _programs(c.gate_steps, c.up_steps, c.thresholds is not None)
+    return c.x.new_empty(*c.x.shape[:-1], c.down.shape[0]), *_empty_statistics(c.x, c)
 
 
-def _fake_train(
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds, gate_steps, up_steps, stats, counts,
-    popular=0,
-):  # fmt: skip
-    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds)
-    found = _fake(*tensors, gate_steps, up_steps, stats, counts, popular=popular)
-    return *found, *_fields(_empty_packed(x, gate.shape[0], up is not None, popular))
+def _fake_train(*call):
+    c = _of_training(call)
+    return *_fake(*c), *_fields(_empty_packed(c.x, c))
 
 
 def _fake_backward(grad, d_stats, *call):
-    tensors, (needs, turned) = call[:9], call[-2:]
+    tensors, (needs, turned) = call[:_TENSORS], call[-2:]
     found = list(fake_gradients(tensors, needs, tensors[0]))
     for i, by_columns in zip((1, 3, 5), turned):
         if by_columns and needs[i]:
@@ -487,28 +458,34 @@ def _fake_backward(grad, d_stats, *call):
 # Spread over the tokens, or over the neurons: gate and up by column, down by row, results that are summands.
 
 
-def _shared(*args) -> Rule:
-    x, gate, gate_bias, up, up_bias, down, down_bias, stat_weight, thresholds = args[:9]
-    tokens: Dims = ("T",) + ("",) * (x.dim() - 2) if x.dim() > 1 else ()
+def _shared(*call) -> Rule:
+    c = _Call(*call[:_SETTINGS])
+    tokens: Dims = ("T",) + ("",) * (c.x.dim() - 2) if c.x.dim() > 1 else ()
     packed: Dims = ("TN", "")
-    counts: Dims = ("N",) if args[_SETTINGS - 1] else ("",)
+    counts: Dims = ("N",) if c.counts else ("",)
+    letters = (
+        "N.",
+        "N",
+        "N.",
+        "N",
+        ".N",
+        ".",
+        "N",
+        "N",
+    )  # of the weights and biases, and what else follows them
     return Rule(
-        (
-            (*tokens, ""), dims(gate, "N."), dims(gate_bias, "N"), dims(up, "N."), dims(up_bias, "N"),
-            dims(down, ".N"), dims(down_bias, "."), dims(stat_weight, "N"), dims(thresholds, "N"),
-        ),
+        ((*tokens, ""), *map(dims, c[1:_TENSORS], letters)),
         ((*tokens, ""), ("", *tokens), counts, ("TN",), *(packed,) * 3, ("TN",), packed, packed),
-        ("T", "N") if down_bias is None else ("T",),  # a bias would be added by everybody
+        ("T", "N") if c.down_bias is None else ("T",),  # a bias would be added by everybody
         sums=True,
-    )  # fmt: skip
+    )
 
 
-def _shared_inference(*args) -> Rule:
-    rule = _shared(*args)
-    residual, _, shift = _given(args[_SETTINGS:])
-    if residual is not None:
+def _shared_inference(*call) -> Rule:
+    rule, c = _shared(*call), _Call(*call)
+    if c.residual is not None:
         rule = dataclasses.replace(rule, inputs=(*rule.inputs, rule.outputs[0]), ways=("T",))
-    return dataclasses.replace(rule, inputs=(*rule.inputs, dims(shift, ".")))
+    return dataclasses.replace(rule, inputs=(*rule.inputs, dims(c.shift, ".")))
 
 
 def _shared_backward(grad, d_stats, *args) -> Rule:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sparse_products_aten as aten
-from ._arguments import as_rows, check_floats, differ, same, suit_kernels, turned_as
+from ._arguments import as_rows, check_floats, check_shape, differ, suit_kernels, turned_as
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -93,10 +93,7 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: in
         raise ValueError(
             f"{name} and weight do not fit: {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    if bias is not None and not same(bias.shape, (weight.shape[1 - inputs],)):
-        raise ValueError(
-            f"bias must be [{weight.shape[1 - inputs]}], got shape {tuple(bias.shape)}"
-        )
+    check_shape("bias", bias, (weight.shape[1 - inputs],))
     check_floats(name, x, weight=weight, bias=bias)
 
 
@@ -223,8 +220,7 @@ def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tup
         shift = more if isinstance(more, Tensor) else None
         outside_transforms(name, x, weight, bias, shift)
         _check(check[0], x, weight, bias, check[1])
-        if shift is not None and not same(shift.shape, x.shape[-1:]):
-            raise ValueError(f"shift must be [{x.shape[-1]}], got shape {tuple(shift.shape)}")
+        check_shape("shift", shift, x.shape[-1:])
         tensors = (x, weight, bias, shift)
         needs_grad = any(t is not None and t.requires_grad for t in tensors)
         call = function.apply if torch.is_grad_enabled() and needs_grad else plain

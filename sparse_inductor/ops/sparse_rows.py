@@ -27,6 +27,7 @@ from ._arguments import (
     INTEGERS,
     as_rows,
     check_floats,
+    check_shape,
     differ,
     is_turned,
     known,
@@ -112,12 +113,9 @@ def _check_encode(x, weight, bias, scores, k, shift) -> None:
             f"x must be [..., D] and weight [N, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     N = weight.shape[0]
-    if bias is not None and not same(bias.shape, (N,)):
-        raise ValueError(f"bias must be [{N}], got shape {tuple(bias.shape)}")
-    if shift is not None and not same(shift.shape, weight.shape[1:]):
-        raise ValueError(f"shift must be [{weight.shape[1]}], got shape {tuple(shift.shape)}")
-    if scores is not None and not same(scores.shape, (*x.shape[:-1], N)):
-        raise ValueError(f"scores must be [..., {N}], got shape {tuple(scores.shape)}")
+    check_shape("bias", bias, (N,))
+    check_shape("shift", shift, weight.shape[1:])
+    check_shape("scores", scores, (*x.shape[:-1], N), f"[..., {N}]")
     if known(k, N) and not 0 <= k <= N:
         raise ValueError(f"k must be between 0 and {N}, got {k}")
     check_floats("x", x, weight=weight, bias=bias, scores=scores, shift=shift)
@@ -132,10 +130,8 @@ def _check_decode(values, indices, weight, bias) -> None:
         raise ValueError(
             f"values and indices must be [..., k], got {tuple(values.shape)} and {tuple(indices.shape)}"
         )
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be [N, D], got shape {tuple(weight.shape)}")
-    if bias is not None and not same(bias.shape, weight.shape[1:]):
-        raise ValueError(f"bias must be [{weight.shape[1]}], got shape {tuple(bias.shape)}")
+    check_shape("weight", weight, (None, None), "[N, D]")
+    check_shape("bias", bias, weight.shape[1:])
     if indices.dtype not in INTEGERS:
         raise TypeError(f"indices must be one of {INTEGERS}, got {indices.dtype}")
     if indices.device != values.device:
