@@ -8,7 +8,6 @@ import gc
 import importlib
 import time
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import sparse_inductor
+from sparse_inductor.private_copy import private_copy
 
 from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory, race
 from .publish import Cell, Point, Results, Row, Sample, write
@@ -379,18 +379,9 @@ def twin(module: nn.Module) -> nn.Module:
     return made
 
 
-def fresh(function: Callable[..., Any]) -> types.FunctionType:
+def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with code of its own."""
-    assert isinstance(function, types.FunctionType)
-    made = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    return private_copy(function, lambda module, memo: module)[0]
 
 
 def graphed(work: Work) -> Work:
