@@ -1,10 +1,8 @@
-"""What a family measured, and its files: Markdown, CSV, JSON and a plot."""
+"""What a family measured, and its files: Markdown, JSON and a plot."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import math
 import re
@@ -160,7 +158,6 @@ def write(results: Results, folder: Path) -> list[Path]:
     plotted = bool(results.cells or results.points) and picture(results, plot)
     texts = {
         "md": markdown(results, plot.name if plotted else None),
-        "csv": as_csv(results),
         "json": json.dumps(dataclasses.asdict(results), indent=1) + "\n",
     }
     paths = []
@@ -340,49 +337,6 @@ def _mib(number: int | None) -> str:
     return "" if number is None else f"{number / 2**20:,.0f} MiB"
 
 
-def as_csv(results: Results) -> str:
-    """Rows, samples and points as one flat file."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["kind", "case", "contender", "axis", "at", "quantity", "value", "unit", "note"]
-    )
-    for r in results.rows:
-        writer.writerow(["row", r.name, "", "", "", "", _plain(r.value), r.unit, r.note])
-    for s in results.samples:
-        for quantity, value, unit in _quantities(s):
-            writer.writerow(
-                ["sample", s.case, s.contender, "", "", quantity, _plain(value), unit, s.note]
-            )
-    for p in results.points:
-        for quantity, value, unit in _quantities(p):
-            writer.writerow(
-                ["sweep", "", p.contender, p.axis, p.at, quantity, _plain(value), unit, p.note]
-            )
-    for c in results.cells:
-        for quantity, value in (("wall", c.wall), ("gpu", c.gpu), ("host", c.host)):
-            if value is not None:
-                writer.writerow(
-                    ["cell", c.map, c.column, c.row, "", quantity, _plain(value), "x", c.note]
-                )
-    return out.getvalue()
-
-
-def _quantities(found: Sample | Point) -> list[tuple[str, Any, str]]:
-    scratch = getattr(found, "scratch_bytes", None)
-    listed = [
-        ("time", found.ms, "ms"),
-        ("latency", getattr(found, "latency_ms", None), "ms"),
-        ("peak", found.peak_bytes, "bytes"),
-        ("scratch", scratch, "bytes"),
-    ]
-    return [q for q in listed if q[1] is not None] or [("time", None, "ms")]
-
-
-def _plain(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 # --- Plot -------------------------------------------------------------------------------------------------------------
 
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # told apart by colour-blind readers too
@@ -395,7 +349,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError:
         print(
-            "no plot: matplotlib is not installed (pip install matplotlib); the CSV file holds its numbers"
+            "no plot: matplotlib is not installed (pip install matplotlib); the JSON file holds its numbers"
         )
         return None
     matplotlib.use("Agg")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib
 import sys
@@ -81,11 +80,8 @@ def test_all_files_are_written_and_hold_the_figures(tmp_path):
     pytest.importorskip("matplotlib")
     paths = {p.suffix: p for p in write(results(), tmp_path)}
     assert {p.stem for p in paths.values()} == {"splade_head-some-cpu-r"}
-    assert set(paths) == {".md", ".csv", ".json", ".png"}
+    assert set(paths) == {".md", ".json", ".png"}
     assert Results.read(paths[".json"]) == results()
-    lines = list(csv.DictReader(paths[".csv"].open()))
-    assert {line["kind"] for line in lines} == {"row", "sample", "sweep"}
-    assert sum(line["kind"] == "sweep" for line in lines) == 8  # time and peak of four points
 
 
 def test_maps_are_written_and_drawn(tmp_path):
@@ -97,11 +93,9 @@ def test_maps_are_written_and_drawn(tmp_path):
     ]
     found = dataclasses.replace(results(), points=[], cells=cells)
     paths = {p.suffix: p for p in write(found, tmp_path)}
-    assert set(paths) == {".md", ".csv", ".json", ".png"}
+    assert set(paths) == {".md", ".json", ".png"}
     assert Results.read(paths[".json"]) == found
     assert "| 1 row | 1 % | 0.500 | 0.80 | 1.50 | rewritten |" in paths[".md"].read_text()
-    lines = [line for line in csv.DictReader(paths[".csv"].open()) if line["kind"] == "cell"]
-    assert [float(line["value"]) for line in lines] == [0.5, 0.8, 1.5, 2.0, 1.0, 1.0, 1.0]
     now = results()
     now.keep(found, {"blocks"})
     assert now.cells == cells[2:]
@@ -109,7 +103,7 @@ def test_maps_are_written_and_drawn(tmp_path):
 
 def test_without_matplotlib_the_plot_is_left_out_and_that_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert {p.suffix for p in write(results(), tmp_path)} == {".md", ".csv", ".json"}
+    assert {p.suffix for p in write(results(), tmp_path)} == {".md", ".json"}
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
@@ -224,7 +218,7 @@ def test_the_quick_run_writes_its_files(tmp_path, family):
     if family == "end_to_end":  # the test below runs them all
         command += ["--only", "llama_decode"]
     python(*command, "--out", tmp_path, path=(), timeout=550)
-    assert {p.suffix for p in tmp_path.iterdir()} >= {".md", ".csv", ".json"}
+    assert {p.suffix for p in tmp_path.iterdir()} >= {".md", ".json"}
     page = next(tmp_path.glob("*.md")).read_text()
     assert "FAILED" not in page
     assert str(tmp_path) not in page  # nobody's folders are published
