@@ -127,13 +127,9 @@ class Bench:
         self, works: Mapping[Label, Work], seconds: float | None = None, weigh: bool = True
     ) -> dict[Label, Timing]:
         """Time all of these in turn, tiny sizes briefly; write each down, and on a GPU its peak memory (`weigh`)."""
-        if seconds is None:
-            seconds = 2.5 if self.cuda else 10.0
-        found = (
-            race(works, self.device, 0.2, (2, 3))
-            if self.quick
-            else race(works, self.device, seconds, (5, 40))
-        )
+        usual = 2.5 if self.cuda else 10.0
+        how = (0.2, (2, 3)) if self.quick else (seconds or usual, (5, 40))
+        found = race(works, self.device, *how)
         for (case, name), timing in found.items():
             memory = peak_memory(works[case, name], self.device) if self.cuda and weigh else None
             self.sample(case, name, timing, memory)
