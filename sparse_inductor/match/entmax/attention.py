@@ -335,6 +335,6 @@ def _causal(
         some = [part for part in parts if not keeps_all(view, part)]
         left = [part for part in some if not is_triangle(view, part, queries, keys)]
         causal |= len(left) < len(some)
-        whole = len(left) == len(parts) and (len(parts) > 1 or view.records(node))
-        rest += [mask] if whole else left
+        negated = len(parts) == 1 and parts[0].negate != mask.negate and not view.records(node)
+        rest += [mask] if len(left) == len(parts) and not negated else left
     return causal, rest

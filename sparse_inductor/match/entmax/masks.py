@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from ...graph.axes import Axis, Placed, above, beside, flat
-from ...graph.fakes import same_size, same_sizes
-from ...graph.indices import only_slices
+from ...graph.fakes import fake, same_size
 from ...graph.names import Call, stored
 from ...graph.no_match import if_matched, remembered
 from ...graph.scalars import constant_factor, sums
@@ -26,37 +25,38 @@ _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see w
 
 
 def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
-    """The masks that all have to keep a key: `a & b` is two, and so is the negation of `a | b`."""
-    call = view.call(mask.node)
+    """The masks that all have to keep a key, before they were negated, compared with zero or viewed: `a & b` is two,
+    and so is the negation of `a | b`."""
+    node, negate, axes = mask.node, mask.negate, mask.axes
+    call = view.call(node)
+    of = [call.get("input")]
     if call.inplace:
         return [mask]
-    of, negate, axes = [call.get("input")], mask.negate, mask.axes
-    if call.name in NEGATIONS:
-        negate = not negate
-    elif call.name == ("or_" if negate else "and_"):
-        of.append(call["other"])
-    elif call.name in VIEWS and view.name_of(of[0]) in NEGATIONS | {"and_", "or_"}:
-        moved = if_matched(above, view, mask.node, call, axes)
+    boolean = view.dtype(node) == torch.bool
+    moves = view.is_tensor(of[0]) and fake(node).device != fake(of[0]).device
+    of_zero = call.name in ("eq", "ne") and view.const(call["other"], node) == 0
+    if call.name in VIEWS and view.is_tensor(of[0]):
+        moved = if_matched(above, view, node, call, axes)
         if moved is None:
             return [mask]
         axes = tuple(moved)
+    elif boolean and not moves and (of_zero or call.name in NEGATIONS | {"cast"}):
+        negate ^= call.name == "eq" or call.name in NEGATIONS
+    elif boolean and call.name == ("or_" if negate else "and_"):
+        of.append(call["other"])
     else:
         return [mask]
-    for x in of:
-        boolean = view.is_tensor(x) and view.dtype(x) == torch.bool
-        if not boolean or view.value(x, mask.node) is None:
-            return [mask]
-    inner = [beside(view, x, axes, mask.node, negate=negate) for x in of]
+    if any(not view.is_tensor(x) or view.value(x, node) is None for x in of):
+        return [mask]
+    inner = [beside(view, x, axes, node, negate=negate) for x in of]
     return [part for one in inner for part in conjuncts(view, one)]
 
 
 def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
     """Whether a mask keeps exactly the keys j <= i + Lk - Lq, of whatever it has besides."""
-    if len(mask.axes) < 2:
+    if [*map(flat, mask.axes[-2:])] != [queries, keys]:
         return False
-    if flat(mask.axes[-2]) != queries or flat(mask.axes[-1]) != keys:
-        return False
-    if _triangle(view, mask.node, mask.negate):
+    if _triangle(view, mask):
         return True
     keep = _kept(view, mask)  # made of nothing but numbers: computed, and looked at
     if keep is None:
@@ -86,44 +86,32 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
     parts = [part for part in conjuncts(view, mask) if not keeps_all(view, part)]
     shapes = [view.shape(part.node) for part in parts]
     square = all(len(s) > 1 and same_size(s[-1], s[-2]) for s in shapes)
-    if square and all(_triangle(view, part.node, part.negate) for part in parts):
+    along = square and all(flat(part.axes[-1]) == flat(mask.axes[-1]) for part in parts)
+    if along and all(_triangle(view, part) for part in parts):
         return True
     keep = _kept(view, mask)
     return keep is not None and bool(keep.any(-1).all())
 
 
-def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
+def _triangle(view: GraphView, mask: Placed) -> bool:
     """The spellings whose sizes need not be numbers."""
-    node, _ = view.original(node, COPIES | {"cast"})
-    call = view.call(node)
-    shape = view.shape(node)
-    offset = shape[-1] - shape[-2] if len(shape) >= 2 else 0
-    x = view.value(call["input"], node) if view.is_tensor(call.get("input")) else None
-    match call.name:
-        case "invert" | "logical_not" if x is not None:
-            return _triangle(view, x, not negate)
-        case "eq" | "ne" | "gt" if x is not None and view.const(call["other"], node) == 0:
-            return _triangle(view, x, negate ^ (call.name == "eq"))
-        case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as" if x is not None:
-            inner = view.shape(x)
-            kept = len(inner) >= 2 and same_sizes(inner[-2:], shape[-2:])
-            ordered = call.name != "getitem" or only_slices(call["index"])
-            return kept and ordered and _triangle(view, x, negate)
-        case "tril" | "triu":
-            filled = view.const(call["input"], node)
-            diagonal = integer(view, call.get("diagonal", 0), node)
-            if filled is None or filled == 0 or diagonal is None:
-                return False
-            wanted = offset if call.name == "tril" else offset + 1
-            return negate == (call.name == "triu") and same_size(diagonal, wanted)
-        case name if name in COMPARISONS:
-            return _compared(view, node, call, negate, offset)
-    return False
-
-
-def _compared(view: GraphView, node: fx.Node, call: Call, negate: bool, offset: Any) -> bool:
-    """key position <= query position"""
-    large, small, ties = call.ordered(negate)
+    node, _ = view.original(mask.node, COPIES | {"cast"})
+    call, shape = view.call(node), view.shape(node)
+    offset = shape[-1] - shape[-2]
+    if positive := call.name == "gt" and view.const(call["other"], node) == 0:
+        node, _ = view.original(view.value(call["input"], node), COPIES | {"cast"})
+        call = view.call(node)
+    if call.name in ("tril", "triu"):
+        filled = view.const(call["input"], node)
+        diagonal = integer(view, call.get("diagonal", 0), node)
+        if not filled or diagonal is None or (positive and filled < 0):
+            return False
+        wanted = offset if call.name == "tril" else offset + 1
+        return mask.negate == (call.name == "triu") and same_size(diagonal, wanted)
+    if positive or call.name not in COMPARISONS:
+        return False
+    # key position <= query position
+    large, small, ties = call.ordered(mask.negate)
     queries, keys = (_positions(view, x, node) for x in (large, small))
     if queries is None or keys is None or (queries[0], keys[0]) != (2, 1):
         return False
@@ -138,12 +126,7 @@ def _positions(view: GraphView, node: Any, reader: fx.Node) -> tuple[int, Any] |
     found = progression(view, node, reader)
     if found is not None and found.step == 1 and found.axis is not None:
         return found.axis, found.start
-    return _of_numbers(view, node)
-
-
-def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
-    """Such numbers, computed: transformers gathers the positions of every sequence."""
-    value = _computed(view, node)
+    value = _computed(view, node)  # transformers gathers the positions of every sequence
     if value is None or value.is_floating_point() or value.dim() < 2 or not value.numel():
         return None
     for axis in (1, 2):
