@@ -234,8 +234,10 @@ class _Reader:
         causal = False
         if not scores.unless:
             causal, masks = _causal(self.view, masks, tuple(query), tuple(keys), self.node)
+        scale = self.product.scale * self.probabilities.scale
         attention = Attention(
-            view=self.view, product=self.product, found=self.found, scores=scores, q=q, k=k, v=v,
+            view=self.view, product=dataclasses.replace(self.product, scale=scale), found=self.found,
+            scores=scores, q=q, k=k, v=v,
             out_axes=_axes(self.product, self.atoms), batch=batch, shared=shared, group=group, queries=query,
             keys=keys, width=width, alpha=alpha, masks=masks, biases=biases,
             fill=-math.inf if fill is None else fill, causal=causal, added=added,

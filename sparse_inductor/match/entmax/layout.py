@@ -57,7 +57,7 @@ class Attention:
     causal: bool
     added: bool  # the fill was added to the scores, to which the gradient passes on
     undefined: str  # what becomes of a query without scores (`ops.entmax`)
-    after: list[Placed | float]  # what rows are multiplied by, or masks that keep them
+    after: list[Placed]  # what rows are multiplied by, or masks that keep them
     path: list[fx.Node]  # between the transformation and the product with the values
     dtype: torch.dtype
 
@@ -146,9 +146,6 @@ class Attention:
     def _changed(self, e: Emitter, out: fx.Node) -> fx.Node:
         """The result times what the rows of probabilities are multiplied by."""
         for p in self.after:
-            if not isinstance(p, Placed):
-                out = e.call(operator.mul, out, p)
-                continue
             if fake(p.tensor).dtype == torch.bool:
                 out = e.call(torch.where, self._kept(e, p), out, 0.0)
             else:

@@ -42,9 +42,9 @@ class Probabilities:
 
     axes: those of what has been reached, the entmax's result in the end. nodes: what lies between, the operand's node
     first. again: masks that drop probabilities, which the scores' own have to be, unless they drop whole rows; each
-    with the node that drops them. factors: what the rows are multiplied by, none of which may vary with the keys. sums:
-    the divisions by the values' own sum, each with the axis that is summed, and whether an empty row is divided by a
-    small number instead of zero.
+    with the node that drops them. scale, factors: what the rows are multiplied by, no tensor of which may vary with the
+    keys. sums: the divisions by the values' own sum, each with the axis that is summed, and whether an empty row is
+    divided by a small number instead of zero.
     """
 
     view: GraphView
@@ -52,20 +52,19 @@ class Probabilities:
     found: Transform = dataclasses.field(init=False)
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
     again: list[tuple[Placed, fx.Node]] = dataclasses.field(default_factory=list)
-    factors: list[Placed | float] = dataclasses.field(default_factory=list)
+    scale: float = 1.0
+    factors: list[Placed] = dataclasses.field(default_factory=list)
     sums: list[tuple[fx.Node, Axis, bool]] = dataclasses.field(default_factory=list)
 
-    def by_rows(
-        self, keys: Sequence[Atom]
-    ) -> tuple[list[Placed | float], list[tuple[Placed, fx.Node]]]:
-        """(what rows are multiplied by, masks of whole rows among it; the masks of `again` that vary with the keys).
-        Raises NoMatch where a factor does."""
+    def by_rows(self, keys: Sequence[Atom]) -> tuple[list[Placed], list[tuple[Placed, fx.Node]]]:
+        """(the tensors that rows are multiplied by, masks of whole rows among them; the masks of `again` that vary with
+        the keys). Raises NoMatch where a factor does."""
 
         def varies(p: Placed) -> bool:
             return any(atom in keys for atom in p.atoms)
 
         for factor in self.factors:
-            if isinstance(factor, Placed) and varies(factor):
+            if varies(factor):
                 raise _changed_by(self.view, factor.reader)
         rows = [p for p, _ in self.again if not varies(p)]
         return [*self.factors, *rows], [one for one in self.again if varies(one[0])]
@@ -121,13 +120,14 @@ class Probabilities:
                 mask = beside(view, one.keep, self.axes, reader, negate=one.negate)
                 self.again.append((mask, node))
             return one.x
-        # A quotient by the rows' sums takes out again what they were multiplied by.
-        scaled = None if self.sums else _multiplied(view, node, call, self.axes)
-        if scaled is None:
-            return None
-        self.factors.append(scaled[1])
-        scale = math.prod(f for f in self.factors if isinstance(f, float))
-        return None if extreme(scale) else scaled[0]
+        if self.sums:
+            return None  # a quotient by the rows' sums takes out again what they were multiplied by
+        if (by := constant_factor(view, node)) is not None and by[1] > 0:
+            self.scale *= by[1]
+            return None if extreme(self.scale) else by[0]
+        x, factor = _multiplied(view, node, call, self.axes) or (None, None)
+        self.factors += [] if factor is None else [factor]
+        return x
 
     def _divided(self, node: fx.Node, call: Call) -> fx.Node | None:
         """The values that a node divides by their sum over one axis; None where it does not."""
@@ -216,10 +216,8 @@ def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
 
 def _multiplied(
     view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
-) -> tuple[Any, Placed | float] | None:
-    """(probabilities, factor) of a product or quotient with a number, or with a tensor that may lack their keys."""
-    if (by := constant_factor(view, node)) is not None:
-        return by if by[1] > 0 else None
+) -> tuple[Any, Placed] | None:
+    """(probabilities, factor) of a product or quotient with a tensor that may lack their keys."""
     if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
         return None
     divides = call.name == "div"
