@@ -309,15 +309,9 @@ class _Step:
 
     def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
         """Which of two operands the scores come through, and the other one."""
-        view = self.view
-        full = [
-            (x, other)
-            for x, other in ((a, b), (b, a))
-            if view.is_tensor(x) and view.same_shape(x, self.node)
-        ]
-        if not full:
-            raise self.decline(f"{self.call.name} of operands that are not scores")
-        return first_match(lambda way: (self.up(way[0]), way[1]), full)
+        ways = [way for way in ((a, b), (b, a)) if self.view.is_tensor(way[0])]
+        ways.sort(key=lambda way: not self.view.same_shape(way[0], self.node))
+        return first_match(lambda way: (self.up(way[0]), way[1]), ways)
 
     # Masks
 
