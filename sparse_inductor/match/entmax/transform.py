@@ -332,18 +332,14 @@ def _scaled_right(
         assert found.power is not None
         alpha = _sane(round(1 + 1 / found.power, 9) if found.power else math.inf, node)
         wanted, gaps = alpha - 1, 0
-    fitting = [
-        (candidate, piece) for candidate, piece in reversed(closed) if candidate.gaps == gaps
-    ]
-    for candidate, piece in fitting:
-        if math.isclose(candidate.factor, wanted, rel_tol=1e-6):
-            return candidate, alpha, piece, 1.0
-    if found.alpha is not None:
+    fitting = [one for one in reversed(closed) if one[0].gaps == gaps and one[0].factor > 0]
+    exact = [one for one in fitting if math.isclose(one[0].factor, wanted, rel_tol=1e-6)]
+    if not exact and found.alpha is not None:
         raise NoMatch("the scores are not multiplied by alpha - 1 before the threshold", node)
-    for candidate, piece in fitting:
-        if candidate.factor > 0:
-            return candidate, alpha, piece, candidate.factor / wanted
-    raise _unlike(found, closed[-1][0].factor)
+    if not fitting:
+        raise _unlike(found, closed[-1][0].factor)
+    candidate, piece = (exact or fitting)[0]
+    return candidate, alpha, piece, 1.0 if exact else candidate.factor / wanted
 
 
 def _unlike(found: Form, factor: float) -> NoMatch:
@@ -381,9 +377,9 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
         return None
     with torch.no_grad():  # the body's own mode: what it does not record needs no check
         inner = GraphView(body.graph)
-    output = body.graph.output_node().args[0]
-    result = output[0] if isinstance(output, (tuple, list)) else output
-    result = result[0] if isinstance(result, (tuple, list)) and result else result
+    result: Any = body.graph.output_node().args[0]
+    while isinstance(result, (tuple, list)) and result:
+        result = result[0]
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):
         return None
     axes = fresh(inner.shape(result))
