@@ -282,45 +282,27 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    """sums[offsets[1:]] - sums[offsets[:-1]], sums being 0 and then the prefix sums of the contributions."""
-    ends, starts = (gather_of(view, call[side]) for side in ("input", "other"))
-    if (
-        ends is None
-        or starts is None
-        or call.get("alpha", 1) != 1
-        or ends.source is not starts.source
-        or starts.gradient is not None
-        or starts.part
-    ):
+    """sums[offsets].diff(), or the same as a difference of slices of it or of the offsets, sums being 0 and then the
+    prefix sums of the contributions."""
+    if call.name == "diff":
+        sides, axis = [call["input"]], call.get("dim", -1) % len(view.shape(node))
+        plain = (call.get("n", 1), call.get("prepend"), call.get("append")) == (1, None, None)
+        whole = call["input"]
+    else:
+        sides, axis, plain = [*call.both_ways[0]], 0, call.get("alpha", 1) == 1
+        whole = _neighbours(view, *sides)
+    found = [gather_of(view, x) for x in ([whole] if whole is not None else sides)]
+    looked_up = [at for at in found if at is not None and at.gradient is None and not at.part]
+    if not plain or len(looked_up) < len(found) or len({at.source for at in looked_up}) > 1:
         return None
-    offsets = _cut(view, ends.index, (slice(1, None),))
-    same = _cut(view, starts.index, (slice(None, -1), slice(0, -1)))
-    if offsets is None or same is not offsets:
+    at = looked_up[0]
+    offsets, reader = at.index, at.node
+    if whole is None:
+        axis, reader = at.dim, offsets
+        offsets = _neighbours(view, *(at.index for at in looked_up))
+    if offsets is None or axis != at.dim or len(view.shape(offsets)) != 1:
         return None
-    return _between(view, node, ends, offsets, ends.index, (call["input"], call["other"]))
-
-
-def _diff(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    """sums[offsets].diff()"""
-    at = gather_of(view, call["input"])
-    plain = (call.get("n", 1), call.get("prepend"), call.get("append")) == (1, None, None)
-    if at is None or not plain or call.get("dim", -1) % len(view.shape(node)) != at.dim:
-        return None
-    return _between(view, node, at, at.index, at.node, (at.node,))
-
-
-def _between(
-    view: GraphView,
-    node: fx.Node,
-    at: Gather,
-    offsets: fx.Node,
-    reader: fx.Node,
-    within: Sequence[fx.Node],
-) -> Scores | None:
-    """Differences between prefix sums that were looked up at `offsets`, which `reader` reads."""
-    if at.gradient is not None or at.part or len(view.shape(offsets)) != 1:
-        return None
-    sums, axis = at.source, at.dim
+    sums = at.source
     prefix, made = _behind_a_zero(view, sums, axis, at.node)
     running = view.call(prefix)
     if running.name != "cumsum":
@@ -331,7 +313,7 @@ def _between(
         return None
     if running["dim"] % len(axes) != axis:
         raise NoMatch("it adds up over the queries", prefix)
-    for n in (prefix, sums, *made, *within):
+    for n in (prefix, sums, *made, at.node, *sides):
         w = w.then(n)
 
     def from_the_front(e: Emitter) -> fx.Node:
@@ -344,6 +326,15 @@ def _between(
 
     reads = ((offsets, reader),)
     return _segments(view, node, w, axes, axis, from_the_front, "differences", reads)
+
+
+def _neighbours(view: GraphView, ends: Any, starts: Any) -> fx.Node | None:
+    """x of x[1:] and x[:-1]; None for others."""
+    a, b = view.call(ends), view.call(starts)
+    ahead, behind = a.get("index") == slice(1, None), b.get("index")
+    if not ahead or behind not in (slice(None, -1), slice(0, -1)):
+        return None
+    return a["input"] if a["input"] is b["input"] else None
 
 
 def _behind_a_zero(
@@ -373,16 +364,10 @@ def _behind_a_zero(
     return None, ()
 
 
-def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:
-    call = view.call(x)
-    return call["input"] if call.name == "getitem" and call["index"] in cuts else None
-
-
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     **dict.fromkeys("matmul mm bmm vecdot einsum".split(), _product),
     "sum": _sum,
-    "sub": _differences,
-    "diff": _diff,
+    **dict.fromkeys(("sub", "diff"), _differences),
     **dict.fromkeys(ADDITIONS, _added),
     "bincount": _bincount,
     "segment_reduce": _segment_reduce,
