@@ -155,33 +155,32 @@ class _Documents(NamedTuple):
 
 def _documents(view: GraphView, rows: Placed, shift: Any = None) -> _Documents | None:
     """The documents that rows come from, which `shift` was added to already; None for other rows."""
-    x, reader, axes = rows.node, rows.reader, [*rows.axes]
-    path: tuple[fx.Node, ...] = ()
+    x, axes = rows.node, rows.axes
+    if (found := rows_of(view, x)) is not None:
+        return _Documents(found, axes, shift=shift)
+    call = view.call(x)
+    if not call or call.inplace or view.value(x, rows.reader) is not x:
+        return None
     obstacle: NoMatch | None = None
-    while (found := rows_of(view, x)) is None:
-        call = view.call(x)
-        if not call or call.inplace or view.value(x, reader) is not x:
-            return None
-        path = (*path, x)
-        if call.name == "add" and call.get("alpha", 1) == 1 and shift is None and obstacle is None:
-            sides = [s for s in call.both_ways if view.is_tensor(s[0]) and view.same_shape(s[0], x)]
-            ways = (_documents(view, Placed(side, x, tuple(axes)), by) for side, by in sides)
-            inner = next((way for way in ways if way is not None), None)
-            return inner and inner._replace(path=(*path, *inner.path))
-        if call.name not in COPIES | VIEWS | _CHANGES | {"cast"}:
-            return None
-        if call.name in _CHANGES:
-            why = "the documents are changed after they were looked up: change the lists"
-            obstacle = obstacle or NoMatch(why, x)
-        elif call.name in VIEWS and obstacle is None:
-            try:
-                axes = above(view, x, call, axes)
-            except NoMatch as reshape:
-                obstacle = reshape
-        sides = [call.get(side) for side in ("input", "other")]
-        reader = x
-        x = next((s for s in sides if view.is_tensor(s) and view.const(s) is None), None)
-    return _Documents(found, axes, path, shift, obstacle)
+    if call.name == "add" and call.get("alpha", 1) == 1 and shift is None:
+        ways = [(s, by) for s, by in call.both_ways if view.same_shape(s, x)]
+    elif call.name in COPIES | VIEWS | _CHANGES | {"cast"}:
+        sides = (call.get("input"), call.get("other"))
+        ways = [(s, shift) for s in sides if view.const(s) is None]
+    else:
+        return None
+    if call.name in _CHANGES:
+        why = "the documents are changed after they were looked up: change the lists"
+        obstacle = NoMatch(why, x)
+    elif call.name in VIEWS:
+        try:
+            axes = tuple(above(view, x, call, axes))
+        except NoMatch as reshape:
+            obstacle = reshape
+    ways = [(side, by) for side, by in ways if view.is_tensor(side)]
+    inner = (_documents(view, Placed(side, x, axes), by) for side, by in ways)
+    below = next((way for way in inner if way is not None), None)
+    return below and below._replace(path=(x, *below.path), obstacle=obstacle or below.obstacle)
 
 
 def _end_to_end(view: GraphView, lists: Postings, shift: Any) -> Postings:
