@@ -122,9 +122,8 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
 def before(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
     """The axes of the input of what keeps every value: a view, a copy, or a cast that rounds nothing."""
     dtype, wider = view.dtype(call["input"]), view.dtype(node)
-    if call.name in COPIES:
-        return list(axes)
-    if call.name == "cast" and dtype.is_floating_point and not rounds(wider, dtype):
+    floats = dtype.is_floating_point and wider.is_floating_point
+    if call.name in COPIES or (call.name == "cast" and floats and not rounds(wider, dtype)):
         return list(axes)
     if call.name in VIEWS:
         return above(view, node, call, axes)

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.axes import Atom, Axis, Placed, above, flat, fresh
+from ...graph.axes import Atom, Axis, Placed, above, before, flat, fresh
 from ...graph.emit import Emitter
 from ...graph.layout import laid_out
 from ...graph.no_match import NoMatch
 from ...graph.parts import part_of
-from ...graph.values import rounds
 from ...graph.view import GraphView, fake, static_size
 from ...graph.vocabulary import COPIES, VIEWS
 from .scored import Scored
@@ -68,12 +67,12 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
         call = view.call(reader)
         if call.inplace or call.get("input") not in (node, *s.accumulator):
             return None
-        if call.name not in COPIES | _VIEWS and not _widened(view, node, reader):
+        if call.name not in COPIES | _VIEWS | {"cast"}:
             break
         path.append(reader)
         node = reader
     top = _selection(view, reader)
-    if top is None:
+    if top is None or fake(node).device != fake(s.node).device:
         return None
     own = fresh(view.shape(node))
     docs = own[top.dim]
@@ -81,8 +80,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
     try:
         for one in reversed(path):
             call = view.call(one)
-            if call.name not in COPIES | {"cast"}:
-                axes = above(view, one, call, axes)
+            axes = (above if call.name == "select" else before)(view, one, call, axes)
     except NoMatch:
         return None
     # An axis of the scores is either documents or queries, in a view of them as well.
@@ -102,13 +100,6 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
     found = [part for i, axis in enumerate(own) for part in (best if i == top.dim else [axis])]
     more = (*path, *top.path)
     return dataclasses.replace(top, path=more, queries=queries, axes=tuple(found))
-
-
-def _widened(view: GraphView, x: fx.Node, node: fx.Node) -> bool:
-    """Whether a node casts x to a dtype that holds all of its values, on the same device."""
-    floats = view.name_of(node) == "cast" and view.dtype(node).is_floating_point
-    there = floats and fake(node).device == fake(x).device
-    return there and not rounds(view.dtype(node), view.dtype(x))
 
 
 def _selection(view: GraphView, node: fx.Node) -> Top | None:
