@@ -85,6 +85,14 @@ def masked_before_and_after_a_triangle(scores, mask):
     return scores.masked_fill((at[:, None] - at).abs() > 3, -1e9)
 
 
+@attention("spreads the scores over an axis", pattern="entmax_attention", at="+ steps")
+def one_head_of_scores_for_all(q, k, v, mask):
+    """the bias has an axis of heads, the scores have none"""
+    steps = torch.arange(H)[:, None, None] * 0.1
+    scores = q[:, :1] @ k[:, :1].mT * SCALE
+    return entmax.entmax15(scores + steps, dim=-1) @ v
+
+
 @attention("scores come from sum", pattern="entmax_attention", at="k.sum(-1)")
 def pooled_by_a_sum(q, k, v, mask):
     """attention pooling: one score a token, and no product that makes it"""
