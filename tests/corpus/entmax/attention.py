@@ -221,3 +221,36 @@ def additive_pooling(states, w, mask):
 @program(pattern="entmax", rewrites=2)
 def two_in_a_row():
     return lambda x: entmax.sparsemax(entmax.entmax15(x, -1) * 4, -1), (normal((4, 6), 1, 2.0),)
+
+
+@attention()
+def cosine_similarity(q, k, v, mask):
+    """the norms of queries and of keys divide the scores"""
+    scores = q @ k.mT / q.norm(dim=-1, keepdim=True) / k.norm(dim=-1).unsqueeze(-2)
+    return entmax.entmax15(scores * 8.0, dim=-1) @ v
+
+
+@attention()
+def less_a_number(q, k, v, mask):
+    """a margin, of which no row of probabilities sees anything"""
+    return (
+        entmax.entmax15(
+            (q @ k.mT * SCALE - 4.0).masked_fill(~mask[:, None, None], -torch.inf), dim=-1
+        )
+        @ v
+    )
+
+
+@attention()
+def less_the_distance(q, k, v, mask):
+    """positions are integers"""
+    at = torch.arange(L)
+    return entmax.sparsemax(q @ k.mT * SCALE - (at[:, None] - at).abs(), dim=-1) @ v
+
+
+@attention()
+def normalised_behind_the_mask(q, k, v, mask):
+    """F.normalize by the sums of what is left"""
+    dropped = ~mask[:, None, None]
+    p = entmax.sparsemax((q @ k.mT * SCALE).masked_fill(dropped, -torch.inf), dim=-1)
+    return F.normalize(p.masked_fill(dropped, 0.0), p=1, dim=-1) @ v

@@ -88,6 +88,8 @@ each(
     ),
     # minGPT
     tril_ones=lambda s, mask: s.masked_fill(torch.tril(torch.ones(L, L)).view(1, 1, L, L) == 0, -INF),
+    # kept where a number is positive
+    tril_above_zero=lambda s, mask: torch.where(torch.ones(L, L).tril() > 0, s, -INF),
     # nn.Transformer.generate_square_subsequent_mask
     triu_minus_infinity_added=lambda s, mask: s + torch.triu(torch.full((L, L), -INF), diagonal=1),
     # one boolean mask of both
