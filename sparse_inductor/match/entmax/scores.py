@@ -159,6 +159,8 @@ class _Step:
             raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
         if name in PRODUCTS:
             raise self.decline("the scores are a product with a single vector")
+        if name == "getitem":  # one of several results
+            name = self.view.name_of(x) or name
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         raise self.decline(

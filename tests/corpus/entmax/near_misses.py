@@ -93,6 +93,14 @@ def one_head_of_scores_for_all(q, k, v, mask):
     return entmax.entmax15(scores + steps, dim=-1) @ v
 
 
+@attention("topk between the product", pattern="entmax_attention", at=".topk(")
+def scores_of_the_best_keys(q, k, v, mask):
+    """the keys of every query are others"""
+    scores, keys = (q @ k.mT * SCALE).topk(3, dim=-1)
+    p = entmax.entmax15(scores, dim=-1)
+    return (p.unsqueeze(-1) * v.unsqueeze(2).expand(-1, -1, L, -1, -1)[..., :3, :]).sum(-2), keys
+
+
 @attention("scores come from sum", pattern="entmax_attention", at="k.sum(-1)")
 def pooled_by_a_sum(q, k, v, mask):
     """attention pooling: one score a token, and no product that makes it"""
