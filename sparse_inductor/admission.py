@@ -11,8 +11,8 @@ from torch import fx
 from . import compat
 from .ability import unimportable, unsupported_reason
 from .graph.checks import check_match
-from .graph.effects import storages
 from .graph.fakes import fake, tensors_in
+from .graph.memory import storages
 from .graph.no_match import NoMatch, once
 from .graph.view import GraphView, label
 from .pattern import Match, Miss

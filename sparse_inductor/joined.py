@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from . import compat
-from .graph.effects import Effects, gives_memory, storages, written
+from .graph.effects import Effects, gives_memory, written
 from .graph.fakes import attribute, fake, tensors_in
+from .graph.memory import storages
 from .graph.names import is_operator
 from .match.entmax import leaves
 from .notices import described

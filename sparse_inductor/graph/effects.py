@@ -17,78 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import compat
-from .fakes import attribute, fake, same_size, same_sizes, tensors_in
+from .fakes import attribute, fake, tensors_in
+from .memory import UNKNOWN, apart, same_geometry, storages
 from .names import INPLACE_OPERATORS, TRAILING_INPLACE, is_plain, name_of, trailing_inplace
 from .vocabulary import COPIES
 
-_UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _GIVEN = ("placeholder", "get_attr")
 _REGRADES = frozenset(("detach_", "requires_grad_"))
-
-
-def storages(value: Any) -> frozenset[int]:
-    """The memory behind a value, that of a tensor subclass being its parts'."""
-    found: set[int] = set()
-    for t in tensors_in(value):
-        if is_traceable_wrapper_subclass(t):
-            names, _ = t.__tensor_flatten__()
-            found |= storages([getattr(t, name) for name in names])
-            continue
-        try:
-            found.add(compat.storage_key(t) if t.layout == torch.strided else _UNKNOWN)
-        except (NotImplementedError, RuntimeError):
-            found.add(_UNKNOWN)
-    return frozenset(found)
-
-
-def same_geometry(a: fx.Node, b: fx.Node) -> bool:
-    x, y = fake(a), fake(b)
-    if x.dtype != y.dtype or not same_size(x.storage_offset(), y.storage_offset()):
-        return False
-    return same_sizes(x.shape, y.shape) and same_sizes(x.stride(), y.stride())
-
-
-def _apart(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors of one memory have no element in common, as the halves that chunk() gives of the last axis:
-    each period of some stride holds both, one behind the other."""
-    x, y = fake(a), fake(b)
-    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (x, y)):
-        return False
-    if x.dtype != y.dtype or any(map(is_traceable_wrapper_subclass, (x, y))):
-        return False
-    first, second = x.storage_offset(), y.storage_offset()
-    if not (isinstance(first, int) and isinstance(second, int)) or first == second:
-        return False
-    strides = {s for t in (x, y) for s in t.stride() if isinstance(s, int) and s > 0}
-    return any(
-        (one := _span(x, period)) is not None
-        and (two := _span(y, period)) is not None
-        and (one[1] <= two[0] or two[1] <= one[0])
-        for period in (*strides, None)
-    )
-
-
-def _span(t: torch.Tensor, period: int | None) -> tuple[int, int] | None:
-    """From where to where in every period a tensor has its elements; None where that is not known."""
-    extent = 1
-    for size, stride in zip(t.shape, t.stride()):
-        if period is not None and _is_multiple(stride, period):
-            continue
-        if not (isinstance(size, int) and isinstance(stride, int)):
-            return None
-        extent += max(0, size - 1) * stride
-    start = int(t.storage_offset()) % period if period else int(t.storage_offset())
-    return (start, start + extent) if period is None or start + extent <= period else None
-
-
-def _is_multiple(stride: Any, period: int) -> bool:
-    if isinstance(stride, int):
-        return stride % period == 0
-    return bool((stride.node.expr / period).is_integer)
 
 
 def _in_place(op: str, target: Any) -> bool:
@@ -317,7 +255,7 @@ class Effects:
         creator: dict[int, fx.Node] = {}
         for node in self._graph.nodes:
             if isinstance(fake(node), torch.Tensor):  # a pair's parts count when they are taken out
-                for key in self._of(node) - {_UNKNOWN}:
+                for key in self._of(node) - {UNKNOWN}:
                     creator.setdefault(key, node)
         return creator
 
@@ -325,15 +263,15 @@ class Effects:
         if not self.writers:
             return []
         keys = self._of(node)
-        if _UNKNOWN in keys:
+        if UNKNOWN in keys:
             keys = frozenset(self._writes)
         elif keys:
-            keys |= {_UNKNOWN}
+            keys |= {UNKNOWN}
         events = {e: None for key in keys for e in self._writes.get(key, ())}
         found = [
             (writer, target)
             for writer, target in events
-            if after < self._order[writer] < before and not _apart(target, node)
+            if after < self._order[writer] < before and not apart(target, node)
         ]
         return sorted(found, key=lambda e: self._order[e[0]])
 
@@ -345,7 +283,7 @@ class Effects:
         """
         events = self._between(node, self._order[node], self._order[reader])
         if events and isinstance(fake(reader), torch.Tensor) and self._of(reader) == self._of(node):
-            events = [(writer, target) for writer, target in events if not _apart(target, reader)]
+            events = [(writer, target) for writer, target in events if not apart(target, reader)]
         if not events:
             return node
         if not all(_follows(target, node) for _, target in events):
@@ -368,7 +306,7 @@ class Effects:
         """The nodes of the memory of `node`; None where it is an input's, or may be anybody's."""
         keys = self._of(node)
         creators = self.creators(node)
-        if _UNKNOWN in keys or any(c is None or c.op in _GIVEN for c in creators):
+        if UNKNOWN in keys or any(c is None or c.op in _GIVEN for c in creators):
             return None
         return [n for n in self._graph.nodes if not keys.isdisjoint(self._of(n))]
 

@@ -17,9 +17,9 @@ from torch import fx
 
 from .. import compat
 from .contraction import contraction
-from .effects import storages
 from .emit import Emitter
 from .fakes import fake, memory_order, require_grad, tensors_in
+from .memory import storages
 from .names import is_operator
 from .view import GraphView
 

@@ -48,7 +48,7 @@ _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vec
 
 def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
-    original, passed = view.original(view.value(x, reader), VIEWS | COPIES | {"cast"})
+    original, passed = view.behind(view.value(x, reader), VIEWS | COPIES | {"cast"})
     values = [n for n in (*passed, original) if view.is_tensor(n)]
     masks = any(view.dtype(n) == torch.bool for n in values)
     return masks or (original in values and view.name_of(original) in _NOT_NEGATIVE)
@@ -176,9 +176,7 @@ def progression(view: GraphView, x: Any, reader: fx.Node) -> Progression | None:
     if not view.is_tensor(x) or view.value(x, reader) is not x:
         return None
     result = view.shape(x)
-    x, passed = view.behind(x, SPREADS | {"repeat"})
-    if passed and view.value(x, passed[-1]) is not x:
-        return None
+    x, _ = view.behind(x, SPREADS | {"repeat"})
     shape = view.shape(x)
     wide = _wide(shape)
     if len(wide) > 1 or any(not same_size(result[a - len(shape)], shape[a]) for a in wide):

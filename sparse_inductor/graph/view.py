@@ -178,14 +178,6 @@ class GraphView:
         return call["input"] if quiet else None
 
     def behind(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
-        """What calls of certain names were made of, one of the other, and their nodes, the last one first."""
-        passed: list[fx.Node] = []
-        while (call := self.call(node)).name in names:
-            passed.append(node)
-            node = call["input"]
-        return node, passed
-
-    def original(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
         """The value that calls of certain names pass on, none of them in place, and their nodes, the last one first."""
         passed: list[fx.Node] = []
         while (call := self.call(node)).name in names and not call.inplace:

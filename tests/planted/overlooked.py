@@ -175,7 +175,7 @@ def states_overwritten_in_part(x, w, mask):
     return (torch.log1p(F.relu(z)).amax(1),)
 
 
-_ELSEWHERE = instead(effects, "_apart", lambda apart, written, read: written is not read)
+_ELSEWHERE = instead(effects, "apart", lambda apart, written, read: written is not read)
 
 _LATE = ("late write", "late write", "write")
 # The writer's name as patterns know it; in a program it is called so, or as the last column says.

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
-from .comparisons import conditions, edge, gated, is_comparison
+from .comparisons import conditions, gated, is_comparison
 from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term, stacked, summed
 
 _MAX_DEPTH = 64
@@ -293,21 +292,15 @@ class BackwardWalk:
         return self._arithmetic(a, b, terms)
 
     def _gates(self, a: Any, b: Any) -> EpilogueChain | None:
-        return self._gate(a, b) or self._gate(b, a)
-
-    def _gate(self, x: Any, gate: Any) -> EpilogueChain | None:
         """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
-        found = edge(self.view, self.node, gate, x)
-        if found is not None and found.above:
-            step = dataclasses.replace(found, factor=True).step(0.0)
-            assert step is not None
-            return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
-        return self._kept(x, gate, False, 0.0, factor=True)
+        gate = lambda x, keep: self._kept(x, keep, False, 0.0, factor=True)
+        return gate(a, b) or gate(b, a)
 
     def _kept(
         self, x: Any, keep: Any, negate: bool, c: float, factor: bool = False
     ) -> EpilogueChain | None:
-        """x where a comparison of what it was computed from, and maybe a mask, say so, else c; None for other masks."""
+        """x where a comparison of it, or of what it was computed from, and maybe a mask, say so, else c; None for other
+        masks."""
         view = self.view
         parts, nodes = conditions(view, keep, self.node, negate)
         # One number a token that is compared is a mask like any other.
@@ -324,7 +317,9 @@ class BackwardWalk:
                 masks.append(Term("mul", part) if factor else Term("where", part, (c,), way))
             else:
                 epilogue, through = found, True
-        return epilogue.then(Element(self.node, tuple(masks), extra=nodes)) if through else None
+        if not through:
+            return None
+        return epilogue.then(Element(self.node, (*masks,), extra=nodes)) if nodes else epilogue
 
     def _einsum(self) -> EpilogueChain:
         """An einsum that sums over nothing is a product like any other, the logits' axes put where it broadcasts."""
@@ -393,16 +388,6 @@ class BackwardWalk:
             # x where kept, else 0; then the other value on top of that 0.
             fill = Term("add", Fill(keep, one.other, one.negate))
             return self.up(x).then(Element(self.node, (Term("where", keep, (0.0,), way), fill)))
-        found = edge(self.view, self.node, keep, x, one.negate)
-        if found is not None:
-            step = found.step(c)
-            if step is None:
-                raise self.decline(
-                    "keeps the small values and replaces the large ones"
-                    if found.at != c
-                    else f"makes NaN {c:g}"
-                )
-            return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
         gate = self._kept(x, keep, one.negate, c)
         return gate or self.up(x).then(Element(self.node, (Term("where", keep, (c,), way),)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,21 +48,13 @@ class Edge:
         return Step("fill_above", (other, other)) if self.ties else Step("cap", (other,))
 
 
-def edge(
-    view: GraphView, node: fx.Node, condition: Any, x: Any, negate: bool = False
+def _compared(
+    view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool
 ) -> Edge | None:
-    """How `condition` (with `negate` its contrary) compares the very value that `node` reads of `x` with a constant.
+    """How `condition` (with `negate` its contrary) compares the value `mine` with a constant.
 
     None where it does not. Raises NoMatch for a comparison with anything but a constant.
     """
-    mine = view.value(x, node) if isinstance(x, fx.Node) else None
-    return None if mine is None else compared(view, node, condition, mine, negate)
-
-
-def compared(
-    view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool = False
-) -> Edge | None:
-    """The same, of a value rather than of what is read now."""
     condition, wrapped, negated = unwrapped(view, condition)
     call = view.call(condition)
     if call.name not in COMPARISONS:
@@ -74,9 +67,9 @@ def compared(
         theirs = view.value(operand, condition)
         if theirs is None:
             continue
-        original, copies = view.original(theirs, COMPARED)
+        original, copies = view.behind(theirs, COMPARED)
         same = view.same_value(mine, theirs) or view.same_value(
-            view.original(mine, COMPARED)[0], original
+            view.behind(mine, COMPARED)[0], original
         )
         if not same:
             continue
@@ -99,8 +92,8 @@ def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool
     return condition, wrapped, sum(view.name_of(n) in NEGATIONS for n in wrapped) % 2 == 1
 
 
-# Values kept where one that they were computed from is above a number, as where(z > 0, log1p(z), 0), are a threshold
-# further up: f(z) where z > t, else c, is f of (z where z > t, else k) if f(k) = c.
+# Values kept where they, or what they were computed from, are above a number, as where(z > 0, log1p(z), 0), are a
+# threshold: f(z) where z > t, else c, is f of (z where z > t, else k) if f(k) = c.
 
 # What is kept where both hold, and (with `negate`) what is replaced where one does.
 _BOTH = {False: "and_", True: "or_"}
@@ -137,34 +130,26 @@ def gated(
     condition: Any,
     negate: bool,
     c: float,
-    total: bool = False,
+    factor: bool = False,
 ) -> EpilogueChain | None:
     """The epilogue of `node`, which is what `epilogue` ends in where `condition` says so of a value on it, else `c`.
 
     None where `condition` compares no value on the epilogue with a number; raises NoMatch where it does and is no
-    threshold. total: whether what follows that value has to be a number for every number, as in a product with 0.
+    threshold. factor: what is kept is multiplied by 1, the rest by 0, so that it has to be a number.
     """
     elements = epilogue.elements
     after: tuple[Step, ...] = ()
     for i in range(len(elements), -1, -1):
         below = elements[i - 1].node if i else epilogue.linears[0].node
-        found = compared(view, node, condition, below, negate)
+        found = _compared(view, node, condition, below, negate)
         if found is not None:
-            if not found.above:
-                raise NoMatch("keeps the small values and replaces the large ones", node)
-            k = next((k for k in (0.0, found.at, c) if _at(after, k) == c), None)
-            if k is None:
-                raise NoMatch(
-                    f"fills in {c:g}, which the values that it keeps do not start from", node
-                )
-            if total and prove(after).direction != 1:
+            step = _threshold(dataclasses.replace(found, factor=factor), after, c, node)
+            if factor and prove(after).direction != 1:
                 raise NoMatch("multiplies by 0 what may be no number", node)
             for later in after if view.needs_grad(below) else ():
                 # Of an interval of numbers it is NaN, with a slope that is NaN, too.
                 if later.fn == "sqrt" or (later.fn == "pow" and later.consts[0] % 1):
                     raise NoMatch(f"{later} has no gradient where its result is not kept", node)
-            step = dataclasses.replace(found, factor=total).step(k)
-            assert step is not None
             nodes = (*(n for e in elements[i:] for n in (*e.extra, e.node)), *found.nodes)
             # One element: what is compared later is compared with values before this threshold.
             whole = Element(node, (step, *after), extra=nodes)
@@ -177,7 +162,24 @@ def gated(
     return None
 
 
-def _at(steps: tuple[Step, ...], x: float) -> float:
+def _threshold(found: Edge, after: Sequence[Step], c: float, node: fx.Node) -> Step:
+    """The step in front of some others that gives `c` behind them where a comparison does not hold. Raises NoMatch."""
+    if found.above:
+        starts = (k for k in (0.0, found.at, c) if _at(after, k) == c)
+        start = next(starts, None) if after else c
+        if start is None:
+            raise NoMatch(f"fills in {c:g}, which the values that it keeps do not start from", node)
+        step = found.step(start)
+    else:
+        step = None if after or found.factor else found.step(c)
+        if step is None and found.at == c and not (after or found.factor):
+            raise NoMatch(f"makes NaN {c:g}", node)
+    if step is None:
+        raise NoMatch("keeps the small values and replaces the large ones", node)
+    return step
+
+
+def _at(steps: Sequence[Step], x: float) -> float:
     if not math.isfinite(x):
         return math.nan
-    return run(steps, torch.tensor(x, dtype=torch.float64)).item()
+    return run(tuple(steps), torch.tensor(x, dtype=torch.float64)).item()

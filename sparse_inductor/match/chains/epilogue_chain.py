@@ -144,31 +144,25 @@ def summed(
 
 
 def _joined(node: fx.Node, parts: tuple[Linear, ...], within: tuple[fx.Node, ...]) -> Linear:
+    """The sum of some maps. Input and weight are the first one's: who reads it asks for its summands."""
+    bias = next((p.bias for p in parts if p.bias is not None), None)
+
     def sum_of_biases(e: Emitter) -> fx.Node:
         add = functools.partial(e.call, operator.add)
         return functools.reduce(add, [p.emit_bias(e) for p in parts if p.bias is not None])
 
-    bias = next((p.bias for p in parts if p.bias is not None), None)
     return Linear(
         node,
         parts[0].source,
         parts[0].weight_source,
         parts[0].v_dim,
-        _beside(node, torch.cat, parts, "linear_input", parts[0].v_dim),
-        _beside(node, torch.cat, parts, "weight", 1),
+        parts[0].linear_input,
+        parts[0].weight,
         bias,
         within,
         None if bias is None else sum_of_biases,
         parts=parts,
     )
-
-
-def _beside(
-    node: fx.Node, put: Callable[..., Any], parts: Sequence[Linear], what: str, dim: int
-) -> Make:
-    """The linear inputs, or the weights, of some maps beside each other."""
-    dtype = fake(node).dtype
-    return lambda e: e.call(put, [e.cast(getattr(p, what)(e), dtype) for p in parts], dim)
 
 
 def stacked(
@@ -190,12 +184,17 @@ def stacked(
         found.append(dataclasses.replace(
             first, node=node, order=None,
             v_dim=first.v_dim + (new and dim <= first.v_dim),
-            linear_input=_beside(node, put, readings, "linear_input", dim),
+            linear_input=_beside(put, readings, dim, fake(node).dtype),
             within=tuple(n for r in readings for n in (*r.within, r.node)),
             also=tuple(t for r in readings for t in (r.source, *r.also)),
         ))  # fmt: skip
     nodes = tuple(n for epilogue in epilogues for n in epilogue.nodes)
     return EpilogueChain(tuple(found), (Element(node, (*steps,), extra=nodes),)) if found else None
+
+
+def _beside(put: Callable[..., Any], readings: Sequence[Linear], dim: int, dtype: Any) -> Make:
+    """The linear inputs of some maps beside each other."""
+    return lambda e: e.call(put, [e.cast(r.linear_input(e), dtype) for r in readings], dim)
 
 
 def _alike(view: GraphView, node: fx.Node, a: Linear, b: Linear) -> bool:

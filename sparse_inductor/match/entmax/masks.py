@@ -68,7 +68,7 @@ def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> b
 def keeps_all(view: GraphView, mask: Placed) -> bool:
     """Whether a mask provably keeps every key, as one does that tells the documents of a sequence apart by positions
     that count through."""
-    node, _ = view.original(mask.node, COPIES | {"cast"})
+    node, _ = view.behind(mask.node, COPIES | {"cast"})
     call = view.call(node)
     if call.name == "eq" and not mask.negate:
         sides = [_computed(view, x) if view.is_tensor(x) else None for x in call.both_ways[0]]
@@ -95,11 +95,11 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
 
 def _triangle(view: GraphView, mask: Placed) -> bool:
     """The spellings whose sizes need not be numbers."""
-    node, _ = view.original(mask.node, COPIES | {"cast"})
+    node, _ = view.behind(mask.node, COPIES | {"cast"})
     call, shape = view.call(node), view.shape(node)
     offset = shape[-1] - shape[-2]
     if positive := call.name == "gt" and view.const(call["other"], node) == 0:
-        node, _ = view.original(view.value(call["input"], node), COPIES | {"cast"})
+        node, _ = view.behind(view.value(call["input"], node), COPIES | {"cast"})
         call = view.call(node)
     if call.name in ("tril", "triu"):
         filled = view.const(call["input"], node)

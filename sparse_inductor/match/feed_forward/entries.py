@@ -190,7 +190,7 @@ def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.N
 
 def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
-    node, passed = view.original(view.value(indices, reader), COPIES | {"cast", "detach"})
+    node, passed = view.behind(view.value(indices, reader), COPIES | {"cast", "detach"})
     call = view.call(node)
     if call.name != "getitem" or call["index"] != 1:
         return None

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, flat, fresh
-from ...graph.effects import same_geometry
+from ...graph.memory import same_geometry
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import counting
