@@ -136,8 +136,12 @@ def made_again(
             leaves.append(n)
             continue
         call = view.call(n)
-        same_modes = view.records(n) == view.records(before) and not view.autocasts(n)
-        if not call or call.drops or not view.is_tensor(n) or not same_modes:
+        if not call or call.drops or not view.is_tensor(n):
+            return None
+        # Autocast does nothing to what is in fp32 before and after.
+        dtypes = {view.dtype(t) for t in (n, *n.all_input_nodes) if view.is_tensor(t)}
+        same = not view.autocasts(n) or dtypes == {torch.float32}
+        if not same or view.records(n) != view.records(before):
             return None
         made.append(n)
         queue += n.all_input_nodes

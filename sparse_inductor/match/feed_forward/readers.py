@@ -16,6 +16,7 @@ from torch import fx
 
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Program
+from ...graph.axes import Atom, Axis, flat, regrouped
 from ...graph.checks import outside_readers
 from ...graph.emit import Emitter, Make, made_again
 from ...graph.gemm import Linear, linears
@@ -23,12 +24,13 @@ from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import matched_nodes, not_negative, only_along, rounds
-from ...graph.view import GraphView, fake, label, same_size
-from ...graph.vocabulary import COPIES, PARTS, SHAPE_OPS
+from ...graph.view import GraphView, fake, label, same_sizes
+from ...graph.vocabulary import COPIES, PARTS, REGROUPS, SHAPE_OPS
 from .block import Reading, activation
 
 _ADAPTERS = COPIES | {"mul", "div", "cast"}
 _LENGTH = 8  # steps of an adapter
+_OF_EVERY_NEURON = "a statistic of every neuron over the tokens needs the activations"
 _PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
 
 
@@ -55,17 +57,13 @@ def other_readers(
     downs: list[Linear] = []
     own = reading.down
     for source, reader in outside_readers(view, nodes, set(nodes), {own.node}):
-        down = None
-        weighted = None
-        if view.same_read(own.source, own.node, source, reader):
-            down = _further_down(view, own, source, reader)
-            weighted = _weighted_sum(view, reading, source, reader)
+        whole = view.same_read(own.source, own.node, source, reader)
+        down = _further_down(view, own, source, reader) if whole else None
         if down is not None:
             downs.append(down)
-        elif weighted is not None and all(s.weight is None for s, _ in found):
-            found.append((weighted, "hidden"))
         else:
-            found += _statistics(view, reading, source, reader)
+            weighs = whole and all(s.weight is None for s, _ in found)
+            found += _statistics(view, reading, source, reader, weighs)
     others = Others(tuple(found), tuple(downs))
     taken = [n for s, _ in found for n in s.nodes] + [n for d in downs for n in d.within]
     nodes = matched_nodes(view, [*nodes, *taken, *others.ends])
@@ -87,48 +85,6 @@ def _further_down(view: GraphView, down: Linear, source: fx.Node, reader: fx.Nod
         if same and plain and _adapts(view, reader, down.node):
             return dataclasses.replace(one, within=tuple(passed))
     return None
-
-
-def _weighted_sum(
-    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
-) -> Statistic | None:
-    """The activations, each times a number of its neuron, added up. Sparse autoencoders weigh their L1 term by the
-    norms of the decoder's rows."""
-    down, call, shape = reading.down, view.call(reader), view.shape(source)
-    axis = down.d_dim
-    if call.name != "mul" or call.inplace or reading.factors or reading.tokens:
-        return None
-    w = call["other"] if call["input"] is source else call["input"]
-    if not view.is_tensor(w) or not only_along(view, w, shape, axis):
-        return None
-    positive = all(_not_negative(b.program) for b in reading.branches)
-    # |h| has no slope at 0, where a bound of h may have one.
-    tied = any(s.fn in ("clamp_min", "maximum") for b in reading.branches for s in b.program)
-    positive = positive and not tied and not_negative(view, w, reader)
-    passed, node = [reader], reader
-    while len(readers := list(view.readers(node))) == 1 and len(passed) < _LENGTH:
-        node = readers[0]
-        call = view.call(node)
-        if call.inplace:
-            return None
-        norm = call.name in ("norm", "vector_norm") and call.get("p") in (1, 1.0)
-        if call.name == "sum" or (norm and positive):
-            break
-        if not ((call.name == "abs" and positive) or _changes_nothing(view, node)):
-            return None
-        passed.append(node)
-    else:
-        return None
-    dims = call.get("dim")
-    dims = tuple(d % len(shape) for d in (range(len(shape)) if dims is None else listed(dims)))
-    made = made_again(view, w, min(down.node, node, key=view.order.__getitem__))
-    # The operator rounds neither a factor nor a sum, and returns them in the dtype of the result.
-    exact = fake(w).dtype in (fake(down.node).dtype, torch.float32)
-    exact = exact and view.dtype(node) == torch.promote_types(fake(w).dtype, view.dtype(source))
-    if axis not in dims or not exact or made is None:
-        return None
-    detached, keepdim = not view.requires_grad(node), bool(call.get("keepdim"))
-    return Statistic(node, source, tuple(passed), dims, keepdim, detached=detached, weight=made)
 
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
@@ -154,23 +110,26 @@ def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
 
 
 def _statistics(
-    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, weighs: bool
 ) -> Sequence[tuple[Statistic, str]]:
+    """What a reader of an activation makes of it; weighs: that may be a sum of it times a number of each neuron."""
     try:
         of, counts_only = activation(view, reading, source, reader)
     except NoMatch:
         raise _read_by(view, source, reader) from None
-    positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
-    positive = positive and _not_negative(reading.gate.program)
-    found = _Reader(view, source, positive, reading.down.d_dim).follow(source, reader)
-    for s in found:
+    programs = [b.program for b in (reading.branches if of == "hidden" else (reading.gate,))]
+    weighs = weighs and not (reading.factors or reading.tokens)
+    axes = tuple((Atom(size),) for size in view.shape(source))
+    found = _Reader(view, reading, source, axes, all(map(_not_negative, programs)), weighs)
+    statistics = found.follow(source, reader, _Path(axes))
+    for s in statistics:
         if counts_only and s.norm == 1:
             raise _read_by(view, source, reader)
         if len(view.shape(source)) != len(view.shape(reading.down.source)):
             raise NoMatch("a statistic of the activations in another shape", reader)
         if s.of_neurons and of == "gate" and reading.up is not None:
             raise _read_by(view, source, reader)
-    return [(s, of) for s in found]
+    return [(s, of) for s in statistics]
 
 
 def _not_negative(program: Program) -> bool:
@@ -195,19 +154,20 @@ class Statistic:
     """A reduction of |a|, of [a != 0], or of a times a number of its neuron.
 
     node: the reduction. source: the activation it is of. dims: the axes reduced, the neurons' among them, or all but
-    that: `of_neurons`. norm: 1 for |a|, 0 for [a != 0], -1 for [a == 0]. by: "sum", "mean", "any", "all". detached:
-    whether a gradient is cut on the way. weight: what the numbers of the neurons are made of, and what makes them.
+    that: `of_neurons`. ones: the axes of one element that the result has for some of them. norm: 1 for |a|, 0 for
+    [a != 0], -1 for [a == 0]. by: "sum", "mean", "any", "all". detached: whether a gradient is cut on the way. weight:
+    what the numbers of the neurons are made of, and what makes them.
     """
 
     node: fx.Node
     source: fx.Node
     nodes: tuple[fx.Node, ...]
     dims: tuple[int, ...]
-    keepdim: bool
-    norm: int = 1
-    by: str = "sum"
-    detached: bool = False
-    of_neurons: bool = False
+    ones: tuple[int, ...]
+    norm: int
+    by: str
+    detached: bool
+    of_neurons: bool
     weight: tuple[list[fx.Node], Make] | None = None
 
     @property
@@ -243,70 +203,131 @@ class Statistic:
         return self._finished(e, t)
 
     def _finished(self, e: Emitter, t: fx.Node) -> fx.Node:
-        if self.keepdim:
-            for d in sorted(self.dims):
-                t = e.method("unsqueeze", t, d)
+        for d in self.ones:
+            t = e.method("unsqueeze", t, d)
         return e.cast(t, fake(self.node).dtype)
 
 
 @dataclasses.dataclass(frozen=True)
+class _Path:
+    """How a value is made of the activations, by `nodes`, of which it is the last one's.
+
+    axes: those of the activations that its own are. reduced: those that it lacks. norm: as of a `Statistic`, None while
+    it still is the activations. by: the same, where some axes are reduced. weight: what the activations are multiplied
+    by; signed: this product may be negative.
+    """
+
+    axes: tuple[Axis, ...]
+    reduced: frozenset[Atom] = frozenset()
+    nodes: tuple[fx.Node, ...] = ()
+    norm: int | None = None
+    by: str = ""
+    weight: fx.Node | None = None
+    signed: bool = False
+
+
+_REDUCTIONS = frozenset("sum mean any all count_nonzero norm vector_norm l1_loss".split())
+
+
+@dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads statistics of the activation `source`, whose `axis` is the neurons'. positive: it is nowhere negative."""
+    """Reads statistics of the activation `source` with `axes`. positive: it is nowhere negative. weighs: of it times a
+    number of each neuron, too."""
 
     view: GraphView
+    reading: Reading
     source: fx.Node
+    axes: tuple[Axis, ...]
     positive: bool
-    axis: int
+    weighs: bool
 
-    def follow(
-        self,
-        x: fx.Node,
-        node: fx.Node,
-        passed: tuple[fx.Node, ...] = (),
-        norm: int | None = None,
-        detached: bool = False,
-    ) -> list[Statistic]:
-        """The statistics that a reader of a value leads to; norm is None while that is still the activation. Raises
-        NoMatch where the reader wants more."""
+    def follow(self, x: fx.Node, node: fx.Node, path: _Path) -> list[Statistic]:
+        """The statistics that a reader of a value leads to, which is at the end of `path`.
+
+        Raises NoMatch where it wants more.
+        """
         call = self.view.call(node)
         if call.inplace or self.view.value(x, node) is not x:
             raise self._decline(node)
-        name = call.name
-        if name in ("sum", "mean"):
-            return [self._reduction(node, call, passed, norm, name, detached)]
-        if name in ("any", "all") and norm != 1:
-            return [self._reduction(node, call, passed, norm or 0, name, True)]
-        if norm is None and name == "count_nonzero":
-            return [self._reduction(node, call, passed, 0, "sum", True)]
-        if norm is None and name in ("norm", "vector_norm") and call.get("p") in (1, 1.0):
-            return [self._reduction(node, call, passed, 1, "sum", detached)]
-        if norm is None and name == "l1_loss" and self._loss_against_zeros(x, node, call):
-            by = call.get("reduction", "mean")
-            return [self._reduction(node, call, passed, 1, by, detached)]
-        if name == "abs":
-            norm = 1 if norm is None else norm
-        elif name in ("ne", "gt", "eq", "le") and norm is None:
-            if self.view.const(call["other"], node) != 0 or call["input"] is not x:
+        reduces = call.name in _REDUCTIONS
+        step = self._reduction if reduces else self._elementwise
+        path = dataclasses.replace(path, **step(x, node, call, path))
+        if reduces and (statistic := self._statistic(node, path)) is not None:
+            return [statistic]
+        path = dataclasses.replace(path, nodes=(*path.nodes, node))
+        try:
+            return [s for r in self.view.readers(node) for s in self.follow(node, r, path)]
+        except NoMatch as reason:
+            if reduces:
+                raise NoMatch(_OF_EVERY_NEURON, node) from None
+            raise reason if path.weight is None else self._decline(node) from None
+
+    def _reduction(self, x: fx.Node, node: fx.Node, call: Call, path: _Path) -> dict[str, Any]:
+        """What a reduction changes of a path."""
+        norm, by = path.norm, call.name
+        absolute = norm is None or not (path.weight is None or path.by or path.signed)
+        match call.name:
+            case "any" | "all" if norm != 1:
+                norm = norm or 0
+            case "count_nonzero" if norm is None:
+                norm, by = 0, "sum"
+            case "norm" | "vector_norm" if absolute and call.get("p") in (1, 1.0):
+                norm, by = 1, "sum"
+            case "l1_loss" if norm is None and self._loss_against_zeros(x, node, call):
+                norm, by = 1, call.get("reduction", "mean")
+            case "sum" | "mean" if norm is not None or self.positive:
+                norm = 1 if norm is None else norm
+            case _:
                 raise self._decline(node)
-            if name in ("gt", "le") and not self.positive:
-                raise self._decline(node)
-            norm, detached = (0 if name in ("ne", "gt") else -1), True
-        elif name == "detach":
-            detached = True
-        elif name == "cast" and call["input"] is x:
-            dtype = self.view.dtype(node)
-            if norm is None and dtype == torch.bool:
-                norm, detached = 0, True
-            elif norm in (None, 1) and (
-                not dtype.is_floating_point or rounds(dtype, self.view.dtype(x))
-            ):
-                raise self._decline(node)
-        elif name not in COPIES:
+        if path.by not in ("", by):
             raise self._decline(node)
-        found: list[Statistic] = []
-        for reader in self.view.readers(node):
-            found += self.follow(node, reader, (*passed, node), norm, detached)
-        return found
+        over, n = call.get("dim"), len(path.axes)
+        dims = [d % n for d in (range(n) if over in (None, ()) else listed(over))]
+        gone = flat(tuple(atom for d in dims for atom in path.axes[d]))
+        keepdim = call.get("keepdim")
+        axes = (() if d in dims else a for d, a in enumerate(path.axes) if keepdim or d not in dims)
+        return {"axes": (*axes,), "reduced": path.reduced | {*gone}, "norm": norm, "by": by}
+
+    def _elementwise(self, x: fx.Node, node: fx.Node, call: Call, path: _Path) -> dict[str, Any]:
+        """What is changed of a path by what is done to every element."""
+        view, norm, name = self.view, path.norm, call.name
+        if name in COPIES or name == "detach":
+            return {}
+        if name in REGROUPS:
+            return {"axes": (*regrouped(view.shape(node), view.shape(x), path.axes, node),)}
+        if path.by:
+            raise self._decline(node)
+        if name == "abs" and not path.signed:
+            return {"norm": 1 if norm is None else norm}
+        if name == "mul" and norm is None and self.weighs:
+            return self._weighed(x, node, call)
+        if name == "cast" and call["input"] is x:
+            dtype = view.dtype(node)
+            if norm is None and dtype == torch.bool:
+                return {"norm": 0}
+            if norm in (0, -1):
+                return {}
+            if dtype.is_floating_point and not rounds(dtype, view.dtype(x)):
+                return {}
+        if name in ("ne", "gt", "eq", "le") and norm is None and call["input"] is x:
+            zeros = self.positive or name in ("ne", "eq")
+            if zeros and view.const(call["other"], node) == 0:
+                return {"norm": 0 if name in ("ne", "gt") else -1}
+        raise self._decline(node)
+
+    def _weighed(self, x: fx.Node, node: fx.Node, call: Call) -> dict[str, Any]:
+        """The same, by a product with a number of each neuron. Sparse autoencoders weigh their L1 term by the norms of
+        the decoder's rows."""
+        view, shape = self.view, self.view.shape(self.source)
+        w = call["other"] if call["input"] is x else call["input"]
+        along = view.is_tensor(w) and only_along(view, w, shape, self.reading.down.d_dim)
+        if not (along and same_sizes(view.shape(x), shape)):
+            raise self._decline(node)
+        # |h| has no slope at 0, where a bound of h may have one.
+        steps = [s.fn for b in self.reading.branches for s in b.program]
+        tied = "clamp_min" in steps or "maximum" in steps
+        signed = tied or not (self.positive and not_negative(view, w, node))
+        return {"norm": 1, "weight": w, "signed": signed}
 
     def _loss_against_zeros(self, x: fx.Node, node: fx.Node, call: Call) -> bool:
         """Whether l1_loss is the mean or sum of |x|."""
@@ -317,27 +338,39 @@ class _Reader:
         reduced = call.get("reduction", "mean") in ("mean", "sum")
         return usual and reduced and whole and self.view.const(zeros, node) == 0
 
-    def _reduction(self, node, call, passed, norm, by, detached) -> Statistic:
-        if norm is None:
-            if not self.positive:
-                raise self._decline(node)
-            norm = 1
-        sizes = self.view.shape(self.source)
-        dim = call.get("dim")
-        dims = tuple(range(len(sizes))) if dim is None or dim == () else dim
-        dims = tuple(d % len(sizes) for d in listed(dims))
-        of_neurons = {*dims} == {*range(len(sizes))} - {self.axis}
-        if of_neurons and norm == 1:
+    def _statistic(self, node: fx.Node, path: _Path) -> Statistic | None:
+        """The statistic that a reduction at the end of a path is; None where it leaves tokens of every neuron."""
+        view, neurons = self.view, self.reading.down.d_dim
+        dims = tuple(d for d, axis in enumerate(self.axes) if path.reduced.issuperset(flat(axis)))
+        of_neurons = [d for d in range(len(self.axes)) if d not in dims] == [neurons]
+        if of_neurons and path.norm == 1:
             raise NoMatch("a sum of every neuron over the tokens needs the activations", node)
-        if not of_neurons and (self.axis not in dims or by in ("any", "all")):
-            raise NoMatch("a statistic of every neuron over the tokens needs the activations", node)
-        size = sizes[self.axis]
-        if not isinstance(size, int) or same_size(size, 0):
+        if neurons in dims and path.by in ("any", "all"):
+            raise NoMatch(_OF_EVERY_NEURON, node)
+        if not (of_neurons or neurons in dims):
+            return None
+        left = [axis for d, axis in enumerate(self.axes) if d not in dims]
+        size = view.shape(self.source)[neurons]
+        if not isinstance(size, int) or size == 0 or [a for a in path.axes if a] != left:
             raise self._decline(node)
-        # Under no_grad, or of what is frozen.
-        detached = detached or not self.view.requires_grad(node)
-        keepdim = bool(call.get("keepdim"))
-        return Statistic(node, self.source, passed, dims, keepdim, norm, by, detached, of_neurons)
+        ones = tuple(d for d, axis in enumerate(path.axes) if not axis)
+        weight = None if path.weight is None else self._made_again(path.weight, node, path.by)
+        detached = not view.requires_grad(node)  # or under no_grad, or of what is frozen
+        norm = path.norm or 0
+        return Statistic(
+            node, self.source, path.nodes, dims, ones, norm, path.by, detached, of_neurons, weight
+        )
+
+    def _made_again(self, w: fx.Node, node: fx.Node, by: str) -> tuple[list[fx.Node], Make]:
+        """What the numbers of the neurons are made of before the operator, and what makes them."""
+        view, down = self.view, self.reading.down
+        made = made_again(view, w, min(down.node, node, key=view.order.__getitem__))
+        # The operator rounds neither a factor nor a sum, and returns them in the dtype of the result.
+        exact = fake(w).dtype in (fake(down.node).dtype, torch.float32)
+        both = torch.promote_types(fake(w).dtype, view.dtype(self.source))
+        if made is None or by != "sum" or not exact or view.dtype(node) != both:
+            raise self._decline(node)
+        return made
 
     def _decline(self, node: fx.Node) -> NoMatch:
         if node.op == "output":

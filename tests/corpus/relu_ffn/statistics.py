@@ -72,12 +72,19 @@ each(
     neurons_that_fired=lambda h: (h > 0).any((0, 1)),
     dead_neurons=lambda h: (h.detach() == 0).all((0, 1), keepdim=True),
     activity_of_each_neuron=lambda h: (h > 0).float().mean(dim=(0, 1)),
+    neurons_that_fired_axis_by_axis=lambda h: (h > 0).any(0).any(0, keepdim=True),
+    tokens_in_a_row=lambda h: (h.flatten(0, 1) > 0).sum(0),
 )
 each(
     gated(),
     tokens_of_each_neuron=lambda h: h.count_nonzero((0, 1)),
     zeros_of_each_neuron=lambda h: (h == 0).sum((0, 1)),
 )
+
+
+@plain("no_rewrite", "a statistic of every neuron", modes=INFER, at="any(0)")
+def neurons_that_fired_in_each_row(h):
+    return (h > 0).any(0).sum(0)
 
 
 @plain(modes=TRAIN)
@@ -100,6 +107,14 @@ def weighed_by_the_norms_of_the_decoder(x, m):
     h = F.relu(m.up(x))
     y = m.down(h)
     return y, (h * m.down.weight.norm(dim=0)).norm(p=1, dim=-1).mean()
+
+
+@block(modes=TRAIN, prefix="autocast_", autocast=torch.bfloat16, precision=torch.bfloat16)
+def weighed_by_norms(x, m):
+    """the norms are computed in fp32 after the projection, as autocast has them"""
+    h = F.relu(m.up(x))
+    y = m.down(h)
+    return y, (h * m.down.weight.norm(dim=0)).sum(-1).mean()
 
 
 @block(modes=INFER, bias=True)
