@@ -36,6 +36,7 @@ def changed(
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+N = TypeVar("N", bound=fx.Node | None)
 
 
 def if_matched(read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -71,25 +72,11 @@ def first_match(read: Callable[[T], R], ways: Iterable[T]) -> R:
     return next(matches(read, ways))
 
 
-def once(find: Callable[[GraphView], R]) -> Callable[[GraphView], R]:
-    """A question about a graph that is answered once."""
-
-    @functools.wraps(find)
-    def ask(view: GraphView) -> R:
-        known = view.remembered.setdefault(find, {})
-        if not known:
-            known[None] = find(view)
-        answer: R = known[None]
-        return answer
-
-    return ask
-
-
-def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, fx.Node], R]:
+def remembered(find: Callable[[GraphView, N], R]) -> Callable[[GraphView, N], R]:
     """A question about a node of a view that is answered once, be it by NoMatch: patterns ask it of the same nodes."""
 
     @functools.wraps(find)
-    def ask(view: GraphView, node: fx.Node) -> R:
+    def ask(view: GraphView, node: N) -> R:
         known = view.remembered.setdefault(find, {})
         if node not in known:
             try:
@@ -103,3 +90,9 @@ def remembered(find: Callable[[GraphView, fx.Node], R]) -> Callable[[GraphView, 
         return answer
 
     return ask
+
+
+def once(find: Callable[[GraphView], R]) -> Callable[[GraphView], R]:
+    """The same of a question about the whole graph."""
+    ask = remembered(lambda view, _: find(view))
+    return functools.wraps(find)(lambda view: ask(view, None))

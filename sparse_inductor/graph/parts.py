@@ -16,11 +16,18 @@ from .view import GraphView, same_size, static_size
 from .vocabulary import COPIES, PICKS, REGROUPS
 
 
-def part_of(
-    view: GraphView, call: Call
-) -> tuple[fx.Node, int, int | slice, tuple[fx.Node, ...]] | None:
-    """(x, dim, which, nodes passed over) where a call takes an entry, or neighbouring ones, of one axis of x and all of
-    the others. None for anything else."""
+class Part(NamedTuple):
+    """An entry of one axis of x (a number), neighbouring ones (a slice), or several parts of it, in the order that
+    somebody has them in (a list). passed: the nodes that take it of x."""
+
+    x: fx.Node
+    dim: int
+    which: Any
+    passed: tuple[fx.Node, ...]
+
+
+def part_of(view: GraphView, call: Call) -> Part | None:
+    """What a call takes of one axis, where that is an entry or neighbouring ones; None for anything else."""
     found = taken(view, call)
     if found is None or None in found.items:
         return None
@@ -36,19 +43,38 @@ def part_of(
             return None
         if isinstance(size, int) and type(start) is int and type(stop) is int:
             start, stop, _ = slice(start, stop).indices(size)
-        return found.x, dim, slice(start, stop), found.passed
-    return (found.x, dim, which, found.passed) if type(which) is int else None
+        return Part(found.x, dim, slice(start, stop), found.passed)
+    return Part(found.x, dim, which, found.passed) if type(which) is int else None
 
 
-def entry_of_axis(
-    view: GraphView, call: Call
-) -> tuple[fx.Node, int, int, tuple[fx.Node, ...]] | None:
+def entry_of_axis(view: GraphView, call: Call) -> Part | None:
     """The same where it is one entry."""
     found = part_of(view, call)
-    if found is None:
+    return found if found is not None and isinstance(found.which, int) else None
+
+
+def parts_of(view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]) -> Part | None:
+    """What tensors, each with its reader, are parts of; None where that is not one axis of one tensor."""
+    found: list[Part] = []
+    for t, reader in tensors:
+        part = part_of(view, view.call(t)) if view.value(t, reader) is t else None
+        seen = None if part is None else view.value(part.x, [t, *part.passed][-1])
+        if part is None or seen is None:
+            return None
+        found.append(part._replace(x=seen, passed=(t, *part.passed)))
+    if len({(part.x, part.dim) for part in found}) != 1:
         return None
-    x, dim, which, passed = found
-    return (x, dim, which, passed) if isinstance(which, int) else None
+    passed = tuple(dict.fromkeys(n for part in found for n in part.passed))
+    return Part(found[0].x, found[0].dim, [part.which for part in found], passed)
+
+
+def entries_of(view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]) -> Part | None:
+    """The same where each is one entry, counted from the start, of an axis of known size."""
+    found = parts_of(view, tensors)
+    size = None if found is None else static_size(view.shape(found.x)[found.dim])
+    if found is None or size is None or not all(isinstance(i, int) for i in found.which):
+        return None
+    return found._replace(which=[i % size for i in found.which])
 
 
 class Detour(NamedTuple):
@@ -144,27 +170,6 @@ def _untaken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
             return Detour(t, (*extra, x), put)
         start = stop
     return None
-
-
-def entries_of(
-    view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]
-) -> tuple[fx.Node, int, list[int], tuple[fx.Node, ...]] | None:
-    """(x, dim, which, nodes passed over) where tensors, each with its reader, are entries of one axis of x."""
-    found: list[tuple[fx.Node, int, int, tuple[fx.Node, ...]]] = []
-    for t, reader in tensors:
-        entry = entry_of_axis(view, view.call(t)) if view.value(t, reader) is t else None
-        if entry is None:
-            return None
-        x, dim, index, extra = entry
-        seen = view.value(x, extra[-1] if extra else t)
-        size = static_size(view.shape(x)[dim])
-        if seen is None or size is None:
-            return None
-        found.append((seen, dim, index % size, (t, *extra)))
-    if len({f[:2] for f in found}) != 1:
-        return None
-    passed = tuple(dict.fromkeys(n for *_, extra in found for n in extra))
-    return *found[0][:2], [f[2] for f in found], passed
 
 
 def _restacked(view: GraphView, node: fx.Node, call: Call) -> Detour | None:

@@ -47,15 +47,9 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         halved = view.is_tensor(call[key]) and not compat.clamp_has_a_slope_at_its_bounds()
         return Step(by_tensor if halved else by_number, (const(key),))
 
-    match call.name:
-        case "clamp":
-            low = () if call.get("min") is None else (bound("clamp_min", "maximum", "min"),)
-            high = () if call.get("max") is None else (bound("clamp_max", "minimum", "max"),)
-            return *low, *high
-        case "clamp_min":
-            return (bound("clamp_min", "maximum", "min"),)
-        case "clamp_max":
-            return (bound("clamp_max", "minimum", "max"),)
+    if call.name in ("clamp", "clamp_min", "clamp_max"):
+        bounds = (("clamp_min", "maximum", "min"), ("clamp_max", "minimum", "max"))
+        return tuple(bound(*one) for one in bounds if call.get(one[-1]) is not None)
     function = FUNCTIONS.get(call.name)
     if function is None:
         return None

@@ -28,28 +28,28 @@ class Move:
 
     v_dim, origin: the axis after the move, and for every axis after it the axis before it it came from, or None.
     apply(e, t): take the move of `t`, of another size on the V axis; of a per-row operand, perhaps 1 on others.
-    columns: the entries of V that are kept, a slice or an index tensor, if the move drops some.
+    columns: the entries of V that are kept, a slice, a list or an index tensor, if the move drops some.
     """
 
     v_dim: int
     origin: tuple[int | None, ...]
     apply: Callable[[Emitter, fx.Node], fx.Node]
-    columns: slice | fx.Node | None = None
+    columns: slice | list[int] | fx.Node | None = None
 
 
 def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
-    """Indexing by numbers and slices, or by one vector beside slices; a vector of outputs is a tensor."""
+    """Indexing by numbers and slices, or by one vector beside slices."""
     items = [item for item in part.items if item is not None]
     columns = items[v]
     tensors = [i for i in items if isinstance(i, list) or isinstance(fake(i), torch.Tensor)]
-    vectors = [t for t in tensors if _is_vector(t) and not (t is columns and isinstance(t, list))]
+    vectors = [t for t in tensors if _is_vector(t)]
     slices = sum(isinstance(item, slice) for item in items)
     if tensors and (len(tensors), len(vectors), slices) != (1, 1, len(items) - 1):
         what = "outputs of the linear" if columns in tensors else "rows"
         raise NoMatch(f"gathers {what} in a way that is not followed", node)
     if any(isinstance(item, (tuple, bool)) for item in items if item is not columns):
         raise NoMatch("gathers rows in a way that is not followed", node)
-    if not (columns in tensors or isinstance(columns, slice)):
+    if not (vectors == [columns] or isinstance(columns, slice)):
         raise NoMatch("picks single outputs of the linear", node)
     kept = [*part.items]
     kept[[d for d, item in enumerate(kept) if item is not None][v]] = slice(None)

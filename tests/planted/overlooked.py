@@ -26,6 +26,7 @@ from sparse_inductor import compat, graph_run
 from sparse_inductor.aten import sparse_scores as scores
 from sparse_inductor.graph import checks, effects
 from sparse_inductor.graph.view import GraphView
+from sparse_inductor.match.chains import comparisons
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.comparisons import Edge
 from sparse_inductor.match.entmax.layout import Attention
@@ -366,9 +367,10 @@ def product_with_a_comparison(x, up, down):
     return (F.linear(z * (z > 0.3), down),)
 
 
-def _chosen(step: Callable[..., Any], self: Edge, other: float) -> Any:
-    as_choice = dataclasses.replace(self, factor=False, nan=self.nan or self.factor)
-    return step(as_choice, other)
+def _chosen(
+    threshold: Callable[..., Any], edge: Edge, after: Any, c: float, factor: bool, node: Any
+) -> Any:
+    return threshold(edge._replace(nan=edge.nan or factor), after, c, False, node)
 
 
 def _cleaned(first: torch.Tensor, *rest: Any) -> Any:
@@ -530,7 +532,7 @@ OVERLOOKED = (
     ),
     Overlooked(
         "a product taken for a choice",
-        instead(Edge, "step", _chosen),
+        instead(comparisons, "_threshold", _chosen),
         product_with_a_comparison,
         "relu_ffn",
         (),

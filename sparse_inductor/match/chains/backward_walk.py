@@ -13,21 +13,31 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx
 
+from ... import compat
 from ...epilogue.steps import Step
 from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears, why_not_linear
 from ...graph.indices import listed
 from ...graph.mesh import redistributed
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, changed, matches
+from ...graph.no_match import NoMatch, changed, if_matched, matches
 from ...graph.parts import detour
-from ...graph.scalars import number, scalar_steps, sums
+from ...graph.scalars import Scaled, number, scalar_steps, sums
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
-from .comparisons import conditions, gated, is_comparison
-from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term, stacked, summed
+from .comparisons import kept
+from .epilogue_chain import (
+    Element,
+    EpilogueChain,
+    Fill,
+    Normalised,
+    Term,
+    rejoined,
+    stacked,
+    summed,
+)
 
 _MAX_DEPTH = 64
 
@@ -126,8 +136,8 @@ class BackwardWalk:
     def epilogue(self) -> EpilogueChain:
         call, node, view = self.call, self.node, self.view
         name = call.name
-        if (kept := view.kept(call)) is not None:
-            return self.up(kept).then(Element(node))
+        if (same := view.kept(call)) is not None:
+            return self.up(same).then(Element(node))
         if (steps := scalar_steps(view, node, call)) is not None:
             return self.up(call["input"]).then(Element(node, steps))
         if name == "cast":
@@ -211,7 +221,8 @@ class BackwardWalk:
     def _beside(self) -> EpilogueChain:
         """Results that are stacked or concatenated."""
         epilogues = [self.at(t, self.node) for t in listed(self.call["tensors"])]
-        if (found := stacked(self.view, self.node, self.call, epilogues)) is None:
+        given = self.view, self.node, self.call, epilogues
+        if (found := stacked(*given) or rejoined(*given)) is None:
             raise self.decline(
                 f"{self.call.name} after the linear is followed where all parts have the same weight, bias and steps, "
                 "no operands and no views, and do not lie along the outputs"
@@ -236,12 +247,12 @@ class BackwardWalk:
 
     def _arithmetic(self, a: Any, b: Any, terms: Callable[..., tuple]) -> EpilogueChain:
         """f(a, b) with the logits in one of them: `terms` makes the steps of their place, 0 or 1, and of the other
-        operand or its constant."""
+        operand, a number where it is a constant."""
         for at, (x, other) in enumerate(((a, b), (b, a))):
             if (c := self.const(other)) is not None:
-                return self.up(x).then(Element(self.node, terms(at, None, c)))
+                return self.up(x).then(Element(self.node, terms(at, c)))
         epilogue, at = self._pick(self._found(a, b))
-        return epilogue.then(Element(self.node, terms(at, (b, a)[at], None)))
+        return epilogue.then(Element(self.node, terms(at, (b, a)[at])))
 
     def _sum(self) -> EpilogueChain:
         """p * a + q * b"""
@@ -250,14 +261,14 @@ class BackwardWalk:
             raise self.decline("alpha= is not a constant")
         (a, p), (b, q) = ways[0]
 
-        def terms(at: int, operand: Any, c: float | None) -> tuple:
+        def terms(at: int, other: Any) -> tuple:
             (_, own), (_, factor) = ways[at]
             scale = () if own == 1 else (Step("mul", (own,)),)
-            if c is not None:
-                return *scale, Step("add", (factor * c,))
-            return *scale, Term("add", operand, prepare=factor)
+            if isinstance(other, float):
+                return *scale, Step("add", (factor * other,))
+            return *scale, Term("add", other, prepare=factor)
 
-        if p == q == 1 and (rectified := self._twice_rectified(a, b)) is not None:
+        if (rectified := self._rectified(ways)) is not None:
             return rectified
         if self.const(a) is not None or self.const(b) is not None:
             return self._arithmetic(a, b, terms)
@@ -266,19 +277,29 @@ class BackwardWalk:
         if len(found) == 2 and (joint := summed(self.node, summands, self.view)):
             return EpilogueChain(tuple(joint), ())
         epilogue, at = self._pick(found)
-        return epilogue.then(Element(self.node, terms(at, (b, a)[at], None)))
+        return epilogue.then(Element(self.node, terms(at, (b, a)[at])))
 
-    def _twice_rectified(self, a: Any, b: Any) -> EpilogueChain | None:
-        """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
-        for x, y in ((a, b), (b, a)):
-            call = self.view.call(y)
-            if call.name != "abs" or call.inplace or not self.view.is_tensor(x):
+    def _rectified(self, ways: Sequence[tuple[Scaled, Scaled]]) -> EpilogueChain | None:
+        """x + |x|, which is twice a rectifier, and x - min(x, 0). The gradient at 0 is that of both summands."""
+        view, node = self.view, self.node
+        for (x, p), (y, q) in ways:
+            call = view.call(y)
+            tensors = view.is_tensor(x) and view.is_tensor(call.get("input")) and not call.inplace
+            if p != 1 or not tensors or view.value(y, node) is not y:
                 continue
-            same = self.view.same_read(x, self.node, call["input"], y)
-            if same and self.view.value(y, self.node) is y:
-                rectifier = Step("maximum", (0.0,)) if self.view.needs_grad(x) else Step("relu")
-                steps = (rectifier, Step("mul", (2.0,)))
-                return self.up(x).then(Element(self.node, steps, extra=(y,)))
+            if not view.same_read(x, node, call["input"], y):
+                continue
+            steps: tuple[Step, ...] = ()
+            if call.name == "abs" and q == 1:
+                halved = Step("maximum", (0.0,)) if view.needs_grad(x) else Step("relu")
+                steps = (halved, Step("mul", (2.0,)))
+            elif q == -1 and if_matched(scalar_steps, view, y, call) == (
+                Step("clamp_max", (0.0,)),
+            ):
+                flat = compat.clamp_has_a_slope_at_its_bounds()
+                steps = (Step("relu") if flat else Step("fill_below", (0.0, 0.0)),)
+            if steps:
+                return self.up(x).then(Element(node, steps, extra=(y,)))
         return None
 
     def _mul(self) -> EpilogueChain:
@@ -286,40 +307,12 @@ class BackwardWalk:
         return self._gates(a, b) or self._times(a, b)
 
     def _times(self, a: Any, b: Any) -> EpilogueChain:
-        def terms(at: int, operand: Any, c: float | None) -> tuple:
-            return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
-
-        return self._arithmetic(a, b, terms)
+        return self._arithmetic(a, b, lambda at, other: (_factor(other),))
 
     def _gates(self, a: Any, b: Any) -> EpilogueChain | None:
         """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
-        gate = lambda x, keep: self._kept(x, keep, False, 0.0, factor=True)
+        gate = lambda x, keep: kept(self.view, self.node, self.up, x, keep, False, 0.0, factor=True)
         return gate(a, b) or gate(b, a)
-
-    def _kept(
-        self, x: Any, keep: Any, negate: bool, c: float, factor: bool = False
-    ) -> EpilogueChain | None:
-        """x where a comparison of it, or of what it was computed from, and maybe a mask, say so, else c; None for other
-        masks."""
-        view = self.view
-        parts, nodes = conditions(view, keep, self.node, negate)
-        # One number a token that is compared is a mask like any other.
-        each = any(is_comparison(view, p) and view.same_shape(p, x) for p in parts)
-        if not (view.is_tensor(x) and each):
-            return None
-        epilogue, through, masks = self.up(x), False, []
-        if len(epilogue.factors) > 1:
-            return None
-        for part in parts:
-            found = gated(self.view, self.node, epilogue, part, negate, c, factor)
-            if found is None:
-                way = "not" if negate else None
-                masks.append(Term("mul", part) if factor else Term("where", part, (c,), way))
-            else:
-                epilogue, through = found, True
-        if not through:
-            return None
-        return epilogue.then(Element(self.node, (*masks,), extra=nodes)) if nodes else epilogue
 
     def _einsum(self) -> EpilogueChain:
         """An einsum that sums over nothing is a product like any other, the logits' axes put where it broadcasts."""
@@ -345,15 +338,14 @@ class BackwardWalk:
         if self.call.get("rounding_mode") is not None:
             raise self.decline("division that rounds")
 
-        def terms(at: int, operand: Any, c: float | None) -> tuple:
+        def terms(at: int, other: Any) -> tuple:
             if at == 1:
-                tail = Step("mul", (c,)) if c is not None else Term("mul", operand)
-                return Step("pow", (-1.0,)), tail
-            if c == 0:
+                return Step("pow", (-1.0,)), _factor(other)
+            if other == 0:
                 raise self.decline("division by zero")
-            if c is None:
-                return (Term("mul", operand, prepare="reciprocal"),)
-            return (Step("mul", (1 / c,)),)
+            if isinstance(other, float):
+                return (_factor(1 / other),)
+            return (Term("mul", other, prepare="reciprocal"),)
 
         return self._arithmetic(self.call["input"], self.call["other"], terms)
 
@@ -366,10 +358,10 @@ class BackwardWalk:
         return self.up(self.call["input"]).then(Element(self.node, (step,)))
 
     def _bound(self) -> EpilogueChain:
-        def terms(at: int, operand: Any, c: float | None) -> tuple:
-            if c is None:
+        def terms(at: int, other: Any) -> tuple:
+            if not isinstance(other, float):
                 raise self.decline(f"{self.call.name} with a tensor that is not a constant")
-            return (Step(self.call.name, (c,)),)
+            return (Step(self.call.name, (other,)),)
 
         return self._arithmetic(self.call["input"], self.call["other"], terms)
 
@@ -388,7 +380,7 @@ class BackwardWalk:
             # x where kept, else 0; then the other value on top of that 0.
             fill = Term("add", Fill(keep, one.other, one.negate))
             return self.up(x).then(Element(self.node, (Term("where", keep, (0.0,), way), fill)))
-        gate = self._kept(x, keep, one.negate, c)
+        gate = kept(self.view, self.node, self.up, x, keep, one.negate, c)
         return gate or self.up(x).then(Element(self.node, (Term("where", keep, (c,), way),)))
 
     def _selection(self) -> Selection:
@@ -406,6 +398,11 @@ class BackwardWalk:
                 "where() chooses between a tensor and a number known only at run time"
             )
         return found[self._pick(self._found(found[0].x, found[1].x))[1]]
+
+
+def _factor(other: Any) -> Step | Term:
+    """A product with a number, or with a node."""
+    return Step("mul", (other,)) if isinstance(other, float) else Term("mul", other)
 
 
 def _broadcasting(

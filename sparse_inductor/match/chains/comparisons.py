@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -15,37 +14,20 @@ from ...epilogue.steps import Step, run
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
-from .epilogue_chain import Element, EpilogueChain
+from .epilogue_chain import Element, EpilogueChain, Term
 
 COMPARED = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
-@dataclasses.dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`; for a NaN
-    where `nan`. factor: its values, 0 and 1, are multiplied by.
-
-    nodes: what makes the condition.
-    """
+    where `nan`. nodes: what makes the condition."""
 
     at: float
     above: bool
     ties: bool
     nan: bool
     nodes: tuple[fx.Node, ...]
-    factor: bool = False
-
-    def step(self, other: float) -> Step | None:
-        """x where the condition holds, else a number; None where that is no step."""
-        if self.above:
-            if self.factor:  # a NaN times 0 or 1 is one, whatever the comparison says of it
-                steps = "gate_above", "gate_at_least"
-            else:
-                steps = ("threshold", "fill_below") if self.nan else ("above", "at_least")
-            return Step(steps[self.ties], (self.at, other))
-        if not self.nan or self.at != other:
-            return None
-        return Step("fill_above", (other, other)) if self.ties else Step("cap", (other,))
 
 
 def _compared(
@@ -99,7 +81,42 @@ def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool
 _BOTH = {False: "and_", True: "or_"}
 
 
-def conditions(
+def kept(
+    view: GraphView,
+    node: fx.Node,
+    up: Callable[[fx.Node], EpilogueChain],
+    x: Any,
+    keep: Any,
+    negate: bool,
+    c: float,
+    factor: bool = False,
+) -> EpilogueChain | None:
+    """The epilogue of `node`, which is x, whose own `up` gives, where a comparison of it, or of what it was computed
+    from, and maybe a mask, say so, else c; None for other masks.
+
+    factor: what is kept is multiplied by 1, the rest by 0, so that it has to be a number.
+    """
+    parts, nodes = _conditions(view, keep, node, negate)
+    # One number a token that is compared is a mask like any other.
+    each = any(is_comparison(view, p) and view.same_shape(p, x) for p in parts)
+    if not (view.is_tensor(x) and each):
+        return None
+    epilogue, through, masks = up(x), False, []
+    if len(epilogue.factors) > 1:
+        return None
+    for part in parts:
+        found = _gated(view, node, epilogue, part, negate, c, factor)
+        if found is None:
+            way = "not" if negate else None
+            masks.append(Term("mul", part) if factor else Term("where", part, (c,), way))
+        else:
+            epilogue, through = found, True
+    if not through:
+        return None
+    return epilogue.then(Element(node, (*masks,), extra=nodes)) if nodes else epilogue
+
+
+def _conditions(
     view: GraphView, x: Any, node: fx.Node, negate: bool
 ) -> tuple[list[Any], tuple[fx.Node, ...]]:
     """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
@@ -117,25 +134,25 @@ def conditions(
             return [x], ()
         if view.effects.changes(side, below, node):
             return [x], ()  # the operator would read it later than it is read here
-        found, more = conditions(view, side, node, negate)
+        found, more = _conditions(view, side, node, negate)
         parts += found
         nodes += more
     return parts, tuple(nodes)
 
 
-def gated(
+def _gated(
     view: GraphView,
     node: fx.Node,
     epilogue: EpilogueChain,
     condition: Any,
     negate: bool,
     c: float,
-    factor: bool = False,
+    factor: bool,
 ) -> EpilogueChain | None:
     """The epilogue of `node`, which is what `epilogue` ends in where `condition` says so of a value on it, else `c`.
 
     None where `condition` compares no value on the epilogue with a number; raises NoMatch where it does and is no
-    threshold. factor: what is kept is multiplied by 1, the rest by 0, so that it has to be a number.
+    threshold.
     """
     elements = epilogue.elements
     after: tuple[Step, ...] = ()
@@ -143,7 +160,7 @@ def gated(
         below = elements[i - 1].node if i else epilogue.linears[0].node
         found = _compared(view, node, condition, below, negate)
         if found is not None:
-            step = _threshold(dataclasses.replace(found, factor=factor), after, c, node)
+            step = _threshold(found, after, c, factor, node)
             if factor and prove(after).direction != 1:
                 raise NoMatch("multiplies by 0 what may be no number", node)
             for later in after if view.needs_grad(below) else ():
@@ -162,21 +179,23 @@ def gated(
     return None
 
 
-def _threshold(found: Edge, after: Sequence[Step], c: float, node: fx.Node) -> Step:
+def _threshold(edge: Edge, after: Sequence[Step], c: float, factor: bool, node: fx.Node) -> Step:
     """The step in front of some others that gives `c` behind them where a comparison does not hold. Raises NoMatch."""
-    if found.above:
-        starts = (k for k in (0.0, found.at, c) if _at(after, k) == c)
-        start = next(starts, None) if after else c
-        if start is None:
-            raise NoMatch(f"fills in {c:g}, which the values that it keeps do not start from", node)
-        step = found.step(start)
-    else:
-        step = None if after or found.factor else found.step(c)
-        if step is None and found.at == c and not (after or found.factor):
+    if not edge.above:
+        if after or factor or edge.at != c:
+            raise NoMatch("keeps the small values and replaces the large ones", node)
+        if not edge.nan:
             raise NoMatch(f"makes NaN {c:g}", node)
-    if step is None:
-        raise NoMatch("keeps the small values and replaces the large ones", node)
-    return step
+        return Step("fill_above", (c, c)) if edge.ties else Step("cap", (c,))
+    starts = (k for k in (0.0, edge.at, c) if _at(after, k) == c)
+    start = next(starts, None) if after else c
+    if start is None:
+        raise NoMatch(f"fills in {c:g}, which the values that it keeps do not start from", node)
+    if factor:  # a NaN times 0 or 1 is one, whatever the comparison says of it
+        steps = "gate_above", "gate_at_least"
+    else:
+        steps = ("threshold", "fill_below") if edge.nan else ("above", "at_least")
+    return Step(steps[edge.ties], (edge.at, start))
 
 
 def _at(steps: Sequence[Step], x: float) -> float:

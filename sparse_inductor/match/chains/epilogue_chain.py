@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from ...epilogue.steps import Step
 from ...graph.emit import Emitter, Make, same_made
 from ...graph.gemm import Linear
 from ...graph.names import Call
+from ...graph.parts import parts_of
 from ...graph.selection import Assigned
-from ...graph.view import GraphView, fake
+from ...graph.view import GraphView, fake, same_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def summed(
             return []
         scales.append(math.prod((s.consts[0] for s in steps), start=number))
     found = []
-    for readings in product(*(epilogue.linears for epilogue, _ in summands)):
+    for readings in itertools.product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}
         if len(axes) == 1 and all(r.v_axes == 1 for r in readings):
             # A residual stream has many: they are looked at one by one where it is part of a match.
@@ -195,6 +196,38 @@ def stacked(
 def _beside(put: Callable[..., Any], readings: Sequence[Linear], dim: int, dtype: Any) -> Make:
     """The linear inputs of some maps beside each other."""
     return lambda e: e.call(put, [e.cast(r.linear_input(e), dtype) for r in readings], dim)
+
+
+def rejoined(
+    view: GraphView, node: fx.Node, call: Call, epilogues: Sequence[EpilogueChain]
+) -> EpilogueChain | None:
+    """The epilogue of a cat of slices that follow each other, each after the same steps: that of what they are slices
+    of. Inductor moves functions of what is concatenated in front of the concatenation. None for anything else."""
+    cuts, nodes, ways = [], [], []
+    for epilogue in epilogues:
+        elements = epilogue.elements
+        at = max((i for i, e in enumerate(elements) if e.shape_op is not None), default=None)
+        if at is None:
+            return None
+        after = elements[at + 1 :]
+        nodes += [n for e in elements[at:] for n in (*e.extra, e.node)]
+        cuts.append((elements[at].node, after[0].node if after else node))
+        ways.append((epilogue.linears, elements[:at], [t for e in after for t in e.terms]))
+    (linears, before, steps), parts = ways[0], parts_of(view, cuts)
+    alike = all(isinstance(t, Step) for t in steps) and all(way == ways[0] for way in ways)
+    if parts is None or not alike:
+        return None
+    x, dim, which, _ = parts
+    axis = call.get("dim", 0) % len(view.shape(node))
+    if (call.name, axis) != ("cat", dim) or not all(isinstance(part, slice) for part in which):
+        return None
+    if not all(same_size(a.stop, b.start) for a, b in itertools.pairwise(which)):
+        return None
+    first, last = which[0].start, which[-1].stop
+    whole = same_size(first, 0) and same_size(last, view.shape(x)[dim])
+    taken = Call("slice", {"input": x, "dim": dim, "start": first, "end": last})
+    element = Element(node, (*steps,), None if whole else taken, (*nodes,))
+    return EpilogueChain(linears, (*before, element))
 
 
 def _alike(view: GraphView, node: fx.Node, a: Linear, b: Linear) -> bool:

@@ -36,6 +36,9 @@ def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str
     return {name for name in names if name is not None}
 
 
+RANGE = "a clamp around 0"  # as of what is quantised: no rectifier
+
+
 @remembered
 def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node]]:
     """What a node counts as, and what is above it: nothing of a product."""
@@ -46,7 +49,11 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
         return "linear", ()
     # A function of somebody else's may well be in the way.
     values = (torch.Tensor, tuple, list)
-    return view.name_of(node), [n for n in node.all_input_nodes if isinstance(fake(n), values)]
+    name = view.name_of(node)
+    if name == "clamp":
+        low, high = (view.const(view.call(node).get(bound)) for bound in ("min", "max"))
+        name = RANGE if low is not None and high is not None and low < 0 < high else name
+    return name, [n for n in node.all_input_nodes if isinstance(fake(n), values)]
 
 
 class _Names:

@@ -18,12 +18,12 @@ from ...graph.gemm import linears
 from ...graph.indices import listed, sole, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.parts import entries_of, entry_of_axis
+from ...graph.parts import Part, entries_of, entry_of_axis
 from ...graph.view import GraphView, same_size, same_sizes
 from ...graph.vocabulary import COPIES
 from .backward_walk import walk_back
 from .chain import Chain
-from .family import above, below
+from .family import RANGE, above, below
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n in (1, 2, 3))
@@ -115,9 +115,7 @@ def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple
     return nodes, leaves
 
 
-def _entries(
-    view: GraphView, leaves: list[tuple[Any, fx.Node]]
-) -> tuple[fx.Node, int, list[int], tuple[fx.Node, ...]] | None:
+def _entries(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> Part | None:
     """What is compared as entries of an axis, but for numbers; see `entries_of`."""
     return entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
 
@@ -183,6 +181,7 @@ def _end_of_sort(view: GraphView, node: fx.Node, call: Call) -> Reduction | None
 _RISES = frozenset(
     (
         *"clamp clamp_min maximum gelu silu mish where".split(),
+        RANGE,
         *(name for name, function in FUNCTIONS.items() if function.kind),
     )
 )

@@ -40,11 +40,11 @@ def scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
     return _of_both(pair, lambda t: e.call(operator.mul, t, factor))
 
 
-def selected(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:
+def selected(e: Emitter, pair: Pair, columns: slice | list[int] | fx.Node) -> Pair:
     """The entries of V that are kept."""
-    if isinstance(columns, slice):
-        return _of_both(pair, lambda t: e.call(operator.getitem, t, columns))
-    return _of_both(pair, lambda t: e.method("index_select", t, 0, columns))
+    if isinstance(columns, fx.Node):
+        return _of_both(pair, lambda t: e.method("index_select", t, 0, columns))
+    return _of_both(pair, lambda t: e.call(operator.getitem, t, columns))
 
 
 def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:

@@ -42,6 +42,7 @@ each(
     drelu=lambda x, m: m.down(F.relu(m.gate(x)) * F.relu(m.up(x))),
     half_less_than_a_sigmoid=lambda x, m: m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5)),
     negated_minimum=lambda x, m: m.down(-torch.minimum(-m.up(x), torch.zeros(()))),
+    less_what_is_negative=lambda x, m: m.down((u := m.up(x)) - u.clamp(max=0)),
 )
 
 

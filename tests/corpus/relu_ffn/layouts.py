@@ -331,3 +331,9 @@ def tokens_written_in_between(x, w, down):
     h = torch.einsum("bsk,ekn->ebsn", x, w)
     x *= 2
     return (F.relu(h[0]) * h[1]) @ down
+
+
+@formula(inputs={"keep": lambda: (torch.arange(S) < 3).float()[:, None]})
+def outputs_in_front_of_the_tokens(x, w, d, keep):
+    """what a convolution over the tokens takes next"""
+    return torch.einsum("bsn,nk->bks", F.relu(x @ w) * keep, d)

@@ -51,6 +51,11 @@ def selected_by_another_projection(x, m):
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
+@miss("rounded to a range around 0, which rectifies nothing", modes=INFER)
+def quantised_activations(x, m):
+    return m.down((m.up(x) * 16).clamp(-128, 127) / 16)
+
+
 @miss("the down projection is a vector", at="m.down.weight[0]")
 def one_number_a_token(x, m):
     return F.relu(m.up(x)) @ m.down.weight[0]

@@ -121,6 +121,13 @@ def vocabulary_bias_forbids(self, h, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
 
 
+@encoder(parts={"idf": lambda: nn.Parameter(torch.linspace(-1.0, 1.0, V))})
+def weights_of_terms_inside_the_logarithm(self, h, mask):
+    """What every term is worth multiplies its activation, not its logarithm."""
+    weights = torch.relu(self.decoder(h)) * mask.unsqueeze(-1) * self.idf.exp()
+    return torch.log1p(weights).amax(1)
+
+
 @head("maybe", "positions filled by index: a [S] row mask that has to be built")
 def index_fill_positions(logits, mask):
     """[CLS] and the last position zeroed by index_fill_."""

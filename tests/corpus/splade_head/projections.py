@@ -97,6 +97,25 @@ def padded_vocabulary(self, h, mask):
     return pool(self.decoder(h)[:, :, :V], mask)
 
 
+@encoder(dense=None)
+def terms_of_a_list(self, h, mask):
+    """A few entries of the vocabulary, by a Python list."""
+    return pool(self.decoder(h)[..., [1, 5, 30, 5]], mask)
+
+
+@encoder()
+def halves_put_together_again(self, h, mask):
+    """Inductor moves the activation in front of the concatenation."""
+    logits = self.decoder(h)
+    return pool(torch.cat((logits[..., :10], logits[..., 10:]), -1), mask)
+
+
+@encoder()
+def tokens_in_two_parts(self, h, mask):
+    weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
+    return torch.cat((weights[:, 1:4], weights[:, 4:]), 1).amax(1)
+
+
 @formula(rewrites=4)
 def vocabulary_in_chunks(h, mask, w, b):
     """The vocabulary in four parts, concatenated: the poor man's fused head."""
