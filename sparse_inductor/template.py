@@ -26,6 +26,7 @@ from torch import fx
 from .graph.emit import Emitter
 from .graph.names import canonical
 from .graph.recogniser import Recogniser
+from .graph.signatures import SIGNATURES
 from .graph.values import matched_nodes
 from .graph.view import GraphView, fake, label
 from .pattern import Example, Miss
@@ -34,12 +35,6 @@ __all__ = ["Template"]
 
 _COMMUTES = frozenset("add mul maximum minimum eq ne and_ or_ xor".split())
 _OPERANDS = ("input", "other")
-
-# What a call may say or leave out.
-_DEFAULTS: dict[str, Any] = {
-    "alpha": 1, "beta": 1, "bias": None, "keepdim": False, "rounding_mode": None, "approximate": "none",
-    "start_dim": 0, "end_dim": -1,
-}  # fmt: skip
 
 Bindings = dict[str, Any]
 
@@ -177,12 +172,12 @@ class _Search:
             self._note(found, f"{call_wanted.name} is looked for where {there} is", node)
             return
         found = {**found, wanted: node}
-        fits = False
-        for args in self._orders(call):
-            if all(k in call_wanted.args or _is_default(k, v) for k, v in args.items()):
-                pairs = [
-                    (v, args.get(k, _DEFAULTS.get(k)), node) for k, v in call_wanted.args.items()
-                ]
+        fits, defaults = False, SIGNATURES[call.name].defaults  # may be said or left out
+        wanted_args = {**defaults, **call_wanted.args}
+        for order in self._orders(call):
+            args = {**defaults, **order}
+            if args.keys() == wanted_args.keys():
+                pairs = [(v, args[k], node) for k, v in wanted_args.items()]
                 # Constants first: they say more of what is wrong than a search above them.
                 pairs.sort(key=lambda pair: isinstance(pair[0], fx.Node))
                 for one in self._values(pairs, found):
@@ -257,7 +252,3 @@ class _Search:
             max((self._alike(operand, i) for i in node.all_input_nodes), default=0)
             for operand in operands
         )
-
-
-def _is_default(key: str, value: Any) -> bool:
-    return key in _DEFAULTS and value == _DEFAULTS[key]

@@ -88,38 +88,6 @@ def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -
     return Operand(seen, reader, tuple(axes))
 
 
-def _broadcast(
-    view: GraphView,
-    node: fx.Node,
-    a: Operand | None,
-    b: Operand | None,
-    out: Sequence[str],
-    **fields: Any,
-) -> Contraction | None:
-    """Letters of axes that have one element in one operand, and more or none in the other, are taken off the first."""
-    if a is None or b is None or len(out) != len(view.shape(node)):
-        return None
-    size: dict[str, Any] = {}
-    for o in (a, b):
-        for letter, s in zip(o.axes, view.shape(o.node)):
-            if letter is not None and (letter not in size or same_size(size[letter], 1)):
-                size[letter] = s
-
-    alone = ({*a.axes} ^ {*b.axes}) - {*out}
-
-    def is_one(letter: str) -> bool:
-        return letter not in alone and same_size(size[letter], 1)
-
-    def trimmed(o: Operand) -> Operand:
-        axes = tuple(
-            letter if letter is None or not same_size(s, 1) or is_one(letter) else None
-            for letter, s in zip(o.axes, view.shape(o.node))
-        )
-        return o if axes == o.axes else dataclasses.replace(o, axes=axes)
-
-    return Contraction(node, trimmed(a), trimmed(b), tuple(out), (node,), **fields)
-
-
 def _product(
     view: GraphView,
     node: fx.Node,
@@ -127,14 +95,32 @@ def _product(
     y: Any,
     xs: Sequence[Any],
     ys: Sequence[Any],
-    out: Any,
+    out: Sequence[str],
     **fields: Any,
 ) -> Contraction | None:
-    """x with the axes `xs` times y with the axes `ys`; None where an axis occurs twice in one of them: a diagonal."""
+    """x with the axes `xs` times y with the axes `ys`; None where an axis occurs twice in one of them: a diagonal.
+
+    Letters of axes that have one element in one operand, and more or none in the other, are taken off the first.
+    """
     if any(len(set(s)) != len(s) for s in ([c for c in xs if c], [c for c in ys if c], out)):
         return None
     a, b = _operand(view, x, node, xs), _operand(view, y, node, ys)
-    return _broadcast(view, node, a, b, out, **fields)
+    if a is None or b is None or len(out) != len(view.shape(node)):
+        return None
+    size: dict[str, Any] = {}
+    for o in (a, b):
+        for letter, s in zip(o.axes, view.shape(o.node)):
+            if letter is not None and (letter not in size or same_size(size[letter], 1)):
+                size[letter] = s
+    # An axis of one element in both operands, or in the result, is one all the same.
+    ones = {c for c in ({*a.axes} & {*b.axes}) | {*out} if c in size and same_size(size[c], 1)}
+
+    def trimmed(o: Operand) -> Operand:
+        sizes = view.shape(o.node)
+        axes = (c if c in ones or not same_size(s, 1) else None for c, s in zip(o.axes, sizes))
+        return dataclasses.replace(o, axes=tuple(axes))
+
+    return Contraction(node, trimmed(a), trimmed(b), tuple(out), (node,), **fields)
 
 
 def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:

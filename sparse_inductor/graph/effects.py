@@ -13,7 +13,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -27,6 +27,8 @@ from .vocabulary import COPIES
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _GIVEN = ("placeholder", "get_attr")
 _REGRADES = frozenset(("detach_", "requires_grad_"))
+
+At = TypeVar("At")  # a node, or more than that
 
 
 def _in_place(op: str, target: Any) -> bool:
@@ -135,12 +137,10 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def reached(
-    start: Iterable[fx.Node],
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    most: float = math.inf,
-) -> Iterator[fx.Node]:
+    start: Iterable[At], step: Callable[[At], Iterable[At]], most: float = math.inf
+) -> Iterator[At]:
     """The nodes that are reached from some, the nearest first, each once: `step` says where a node leads to."""
-    queue, seen = deque(start), set[fx.Node]()
+    queue, seen = deque(start), set[At]()
     while queue and len(seen) < most:
         node = queue.popleft()
         if node not in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any, NamedTuple
 
 from ..epilogue.functions import FUNCTIONS
@@ -38,6 +39,7 @@ _TEXTS: dict[str, str] = {
     "getitem": "input index",
     "index_put": "input indices values accumulate=False",
     "getattr": "input name default=None",
+    "metadata": "input name",  # what x.shape, x.dim() and the like are
     "fill": "input value",
     "linear": "input weight bias=None",
     **dict.fromkeys(("addmm", "baddbmm"), "bias input weight beta=1 alpha=1"),
@@ -84,7 +86,7 @@ _TEXTS: dict[str, str] = {
     **dict.fromkeys("sum mean aminmax argmax any all".split(), "input dim=None keepdim=False"),
     **dict.fromkeys(("amax", "amin"), "input dim=() keepdim=False"),
     **dict.fromkeys("max_dim min_dim logsumexp".split(), "input dim keepdim=False"),
-    "median": "input dim=-1 keepdim=False",
+    "median": "input dim=None keepdim=False",
     "l1_loss": "input target size_average=None reduce=None reduction='mean' weight=None",
     **dict.fromkeys(("norm", "vector_norm"), "input p=2 dim=None keepdim=False"),
     "topk": "input k dim=-1 largest=True sorted=True",
@@ -132,18 +134,21 @@ _TEXTS: dict[str, str] = {
 
 
 class _Signature(NamedTuple):
-    """The names of parameters, and of a last one that takes any number of arguments, or ""."""
+    """The names of parameters, and of a last one that takes any number of arguments, or ""; what may be left out."""
 
     names: tuple[str, ...]
     several: str
     required: frozenset[str]
+    defaults: dict[str, Any]
 
     @classmethod
     def parse(cls, text: str) -> _Signature:
         params = text.split()
         several = params.pop()[1:] if params and params[-1].startswith("*") else ""
         names = tuple(p.partition("=")[0] for p in params)
-        return cls(names, several, frozenset(p for p in params if "=" not in p))
+        optional = (p.split("=") for p in params if "=" in p)
+        defaults = {name: ast.literal_eval(value) for name, value in optional}
+        return cls(names, several, frozenset({*names} - {*defaults}), defaults)
 
 
 SIGNATURES = {name: _Signature.parse(text) for name, text in _TEXTS.items()}
@@ -168,7 +173,7 @@ def bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
     """The arguments of a call by parameter name; None where one is missing, and of an unknown function."""
     if name not in SIGNATURES:
         return None
-    names, several, required = SIGNATURES[name]
+    names, several, required, _ = SIGNATURES[name]
     bound: dict[str, Any] = dict(zip(names, args))
     rest = args[len(names) :] if several else ()
     if rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from .. import compat
+from .effects import reached
 from .fakes import bounds
 from .indices import Taken, only_slices, taken
 from .names import Call
@@ -84,47 +86,34 @@ _ELEMENTWISE = (
 
 def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
     """Whether a tensor is provably the same all along an axis (counted from the end), expanded or computed so."""
-    known = view.remembered.setdefault(uniform, {})
-    askers: dict[Any, Any] = {}  # what has to be uniform, and what would be, too, then
-    left: list[tuple[Any, int, fx.Node, Any]] = [(x, from_end, reader, None)]
-    while left:
-        x, from_end, reader, asker = left.pop()
-        if not view.is_tensor(x):
-            continue
-        shape = view.shape(x)
-        if len(shape) < from_end or same_size(shape[-from_end], 1):
-            continue
-        x = view.value(x, reader)
-        at = x, from_end
-        if at in askers or known.get(at):
-            continue
-        askers[at] = asker
-        made = None if at in known else _made_uniform(view, x, len(shape) - from_end)
-        if made is None:
-            while at is not None:
-                known[at], at = False, askers[at]
-            return False
-        left += [(a, axis, x, at) for a, axis in reversed(made)]
-    known.update(dict.fromkeys(askers, True))
-    return True
+    made = functools.cache(lambda at: _made_uniform(view, *at))
+    asked = reached([(x, from_end, reader)], lambda at: made(at) or ())
+    return all(made(at) is not None for at in asked)
 
 
-def _made_uniform(view: GraphView, x: Any, axis: int) -> list[tuple[Any, int]] | None:
-    """The tensors, each with an axis counted from its end, that have to be uniform for `x` to be so; None where it may
-    not be."""
+def _made_uniform(
+    view: GraphView, x: Any, from_end: int, reader: fx.Node
+) -> list[tuple[Any, int, fx.Node]] | None:
+    """The operands, each with an axis counted from its end and its reader, that have to be uniform for `x` to be so;
+    None where it may not be."""
+    if not view.is_tensor(x):
+        return []
+    axis = len(view.shape(x)) - from_end
+    if axis < 0 or same_size(view.shape(x)[axis], 1):
+        return []
+    x = view.value(x, reader)
     call = view.call(x)
     if not call or call.inplace:
         return None
     if view.const(x) is not None:
         return []
-    from_end = len(view.shape(x)) - axis
     if call.name in ("expand", "expand_as", "repeat", "tile"):
-        return [(call["input"], from_end)]
+        return [(call["input"], from_end, x)]
     if (above := _axis_above(view, x, call, axis)) is not None:
-        return [(call["input"], len(view.shape(call["input"])) - above)]
+        return [(call["input"], len(view.shape(call["input"])) - above, x)]
     if call.name in _ELEMENTWISE:
         return [
-            (a, from_end)
+            (a, from_end, x)
             for k, a in call.args.items()
             if isinstance(a, fx.Node) and not (call.name == "cast" and k != "input")
         ] or None
