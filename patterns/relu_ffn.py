@@ -143,7 +143,7 @@ class BlockMatch:
         weights += [None] * (4 - len(weights))
         down_bias = downs.bias(e, dtype)
         x, shift = shifted(e, x, self.shift)
-        statistics = [s for s, _ in self.others.statistics]
+        statistics = self.others.statistics
         stat_weight = next((s.weight[1](e) for s in statistics if s.weight is not None), None)
         if stat_weight is not None:
             stat_weight = e.method("reshape", stat_weight, (-1,))
@@ -171,9 +171,8 @@ class BlockMatch:
         # From the axes of the operator's input to those of the activation, the neurons' left out.
         order = rest if down.order is None else [down.order[d] for d in rest]
         axes = [a for a in range(len(order) + 1) if a != axis]
-        for s, of in self.others.statistics:
-            row = 4 if s.weight is not None else {"gate": 0, "hidden": 2}[of] + (s.norm != 1)
-            t = e.call(operator.getitem, values, row)
+        for s in self.others.statistics:
+            t = e.call(operator.getitem, values, s.row)
             if s.of_neurons:
                 found = s.emit_of_neurons(e, e.call(operator.getitem, op, 2), t)
             else:
@@ -260,7 +259,7 @@ class ReluFfn(Recogniser):
         nodes = matched_nodes(view, [*inside, *down.within, node])
         others, nodes = other_readers(view, reading, nodes)
         at = min([node, *others.ends], key=view.order.__getitem__)
-        apart = {n for s, _ in others.statistics for n in (*s.nodes, s.node)}
+        apart = {n for s in others.statistics for n in (*s.path.nodes, s.node)}
         at = outside_no_grad(view, {*nodes} - apart, at, "within the block")
         late = [t for t, _ in _reads(reading, others) if view.order[t] >= view.order[at]]
         if late:
@@ -270,7 +269,7 @@ class ReluFfn(Recogniser):
             raise NoMatch("what is added to the result comes out of the block itself", node)
         if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
             raise NoMatch("the down weight comes out of the block itself", node)
-        if not {t for s, _ in others.statistics for t in s.leaves}.isdisjoint(nodes):
+        if not {t for s in others.statistics for t in s.leaves}.isdisjoint(nodes):
             raise NoMatch("a weight of the activations comes out of the block itself", node)
         check_joined(view, [one.parts, [down, *others.downs]], down)
         saved = functools.partial(_bytes_saved, view, reading)
@@ -309,7 +308,7 @@ class ReluFfn(Recogniser):
             bits=8 * dtype.itemsize,
             branches=1 if jumps else len(branches),
             shared=int(not jumps and len({b.linear.node for b in branches}) < len(branches)),
-            weighed=int(any(s.weight is not None for s, _ in match.others.statistics)),
+            weighed=int(any(s.weight is not None for s in match.others.statistics)),
             training=int(any(map(view.needs_grad, match.reading.inputs))),
         )
         given = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
@@ -336,7 +335,7 @@ def _reads(reading: Reading, others: Others) -> list[tuple[fx.Node, fx.Node]]:
     down = reading.down
     reads = [r for b in reading.branches for r in b.reads]
     reads += [(t, down.node) for t in down.read]
-    reads += [(t, s.node) for s, _ in others.statistics for t in s.leaves]
+    reads += [(t, s.node) for s in others.statistics for t in s.leaves]
     return reads + [(t, d.node) for d in others.downs for t in (d.weight_source, *d.also)]
 
 

@@ -109,7 +109,7 @@ def _down(**fields: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def _statistic_of_the_gate(replace: Callable[..., None], self: Any) -> None:
-    found = tuple((s, "gate") for s, _ in self.others.statistics)
+    found = tuple(dataclasses.replace(s, of="gate") for s in self.others.statistics)
     self.others = dataclasses.replace(self.others, statistics=found)
     replace(self)
 

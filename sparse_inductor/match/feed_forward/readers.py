@@ -36,14 +36,14 @@ _PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
 
 @dataclasses.dataclass(frozen=True)
 class Others:
-    """statistics: each with the activation that it is of, "gate" or "hidden". downs: adapters' first projections."""
+    """downs: adapters' first projections."""
 
-    statistics: tuple[tuple[Statistic, str], ...] = ()
+    statistics: tuple[Statistic, ...] = ()
     downs: tuple[Linear, ...] = ()
 
     @property
     def ends(self) -> list[fx.Node]:
-        return [*(s.node for s, _ in self.statistics), *(d.node for d in self.downs)]
+        return [*(s.node for s in self.statistics), *(d.node for d in self.downs)]
 
 
 def other_readers(
@@ -53,7 +53,7 @@ def other_readers(
 
     Raises NoMatch for others.
     """
-    found: list[tuple[Statistic, str]] = []
+    found: list[Statistic] = []
     downs: list[Linear] = []
     own = reading.down
     for source, reader in outside_readers(view, nodes, set(nodes), {own.node}):
@@ -62,10 +62,10 @@ def other_readers(
         if down is not None:
             downs.append(down)
         else:
-            weighs = whole and all(s.weight is None for s, _ in found)
+            weighs = whole and all(s.weight is None for s in found)
             found += _statistics(view, reading, source, reader, weighs)
     others = Others(tuple(found), tuple(downs))
-    taken = [n for s, _ in found for n in s.nodes] + [n for d in downs for n in d.within]
+    taken = [n for s in found for n in s.path.nodes] + [n for d in downs for n in d.within]
     nodes = matched_nodes(view, [*nodes, *taken, *others.ends])
     for source, reader in outside_readers(view, nodes, set(nodes), {own.node, *others.ends}):
         raise _read_by(view, source, reader)
@@ -111,7 +111,7 @@ def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
 
 def _statistics(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, weighs: bool
-) -> Sequence[tuple[Statistic, str]]:
+) -> Sequence[Statistic]:
     """What a reader of an activation makes of it; weighs: that may be a sum of it times a number of each neuron."""
     try:
         of, counts_only = activation(view, reading, source, reader)
@@ -120,16 +120,17 @@ def _statistics(
     programs = [b.program for b in (reading.branches if of == "hidden" else (reading.gate,))]
     weighs = weighs and not (reading.factors or reading.tokens)
     axes = tuple((Atom(size),) for size in view.shape(source))
-    found = _Reader(view, reading, source, axes, all(map(_not_negative, programs)), weighs)
-    statistics = found.follow(source, reader, _Path(axes))
+    positive = all(map(_not_negative, programs))
+    found = _Reader(view, reading, source, of, axes, positive, weighs)
+    statistics = found.follow(source, reader, Path(axes))
     for s in statistics:
-        if counts_only and s.norm == 1:
+        if counts_only and s.path.norm == 1:
             raise _read_by(view, source, reader)
         if len(view.shape(source)) != len(view.shape(reading.down.source)):
             raise NoMatch("a statistic of the activations in another shape", reader)
         if s.of_neurons and of == "gate" and reading.up is not None:
             raise _read_by(view, source, reader)
-    return [(s, of) for s in statistics]
+    return statistics
 
 
 def _not_negative(program: Program) -> bool:
@@ -150,71 +151,12 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistic:
-    """A reduction of |a|, of [a != 0], or of a times a number of its neuron.
-
-    node: the reduction. source: the activation it is of. dims: the axes reduced, the neurons' among them, or all but
-    that: `of_neurons`. ones: the axes of one element that the result has for some of them. norm: 1 for |a|, 0 for
-    [a != 0], -1 for [a == 0]. by: "sum", "mean", "any", "all". detached: whether a gradient is cut on the way. weight:
-    what the numbers of the neurons are made of, and what makes them.
-    """
-
-    node: fx.Node
-    source: fx.Node
-    nodes: tuple[fx.Node, ...]
-    dims: tuple[int, ...]
-    ones: tuple[int, ...]
-    norm: int
-    by: str
-    detached: bool
-    of_neurons: bool
-    weight: tuple[list[fx.Node], Make] | None = None
-
-    @property
-    def leaves(self) -> list[fx.Node]:
-        """What the weight is made of."""
-        return [] if self.weight is None else self.weight[0]
-
-    def emit(self, e: Emitter, per_token: fx.Node, axis: int, neurons: Any) -> fx.Node:
-        """The user's result from one number a token, whose axes are the activation's without `axis`."""
-        t = e.method("detach", per_token) if self.detached else per_token
-        if self.norm == -1:
-            t = e.call(torch.sub, neurons, t)
-        if self.by == "mean":
-            t = e.call(torch.div, t, neurons)
-        rest = tuple(d - (d > axis) for d in self.dims if d != axis)
-        if rest:
-            t = e.method(self.by, t, rest)
-        elif self.norm == 1 and self.by == "sum":
-            # Its own memory, no view of all statistics; a clone is what compilers leave out.
-            t = e.method("sum", e.method("unsqueeze", t, 0), 0)
-        return self._finished(e, t)
-
-    def emit_of_neurons(self, e: Emitter, counts: fx.Node, per_token: fx.Node) -> fx.Node:
-        """The user's result from the number of tokens at which each neuron is not 0."""
-        sizes = fake(per_token).shape
-        static = all(isinstance(n, int) for n in sizes)
-        tokens = math.prod(sizes) if static else e.method("numel", per_token)
-        t = e.call(torch.rsub, counts, tokens) if self.norm == -1 else counts
-        if self.by == "mean":
-            t = e.call(torch.div, e.method("to", t, torch.float32), tokens)
-        elif self.by != "sum":
-            t = e.call(torch.ne, t, 0) if self.by == "any" else e.call(torch.eq, t, tokens)
-        return self._finished(e, t)
-
-    def _finished(self, e: Emitter, t: fx.Node) -> fx.Node:
-        for d in self.ones:
-            t = e.method("unsqueeze", t, d)
-        return e.cast(t, fake(self.node).dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Path:
+class Path:
     """How a value is made of the activations, by `nodes`, of which it is the last one's.
 
-    axes: those of the activations that its own are. reduced: those that it lacks. norm: as of a `Statistic`, None while
-    it still is the activations. by: the same, where some axes are reduced. weight: what the activations are multiplied
-    by; signed: this product may be negative.
+    axes: those of the activations that its own are. reduced: those that it lacks. norm: 1 for |a|, 0 for [a != 0], -1
+    for [a == 0], None for a itself. by: "sum", "mean", "any", "all" over what is reduced. weight: a number of each
+    neuron that a is multiplied by; signed: this product may be negative.
     """
 
     axes: tuple[Axis, ...]
@@ -226,22 +168,86 @@ class _Path:
     signed: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """A reduction of |a|, of [a != 0], or of a times a number of its neuron.
+
+    node: the reduction. source: the activation it is of, the "gate" or what is "hidden". path: how it is made of that.
+    dims: the axes reduced, the neurons' among them, or all but that: `of_neurons`. ones: the axes of one element that
+    the result has for some of them. detached: whether a gradient is cut on the way. weight: what the numbers of the
+    neurons are made of, and what makes them.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    of: str
+    path: Path
+    dims: tuple[int, ...]
+    ones: tuple[int, ...]
+    detached: bool
+    of_neurons: bool
+    weight: tuple[list[fx.Node], Make] | None = None
+
+    @property
+    def leaves(self) -> list[fx.Node]:
+        """What the weight is made of."""
+        return [] if self.weight is None else self.weight[0]
+
+    @property
+    def row(self) -> int:
+        """Which of the numbers of a token that the operator gives it is made of."""
+        return 4 if self.weight else {"gate": 0, "hidden": 2}[self.of] + (self.path.norm != 1)
+
+    def emit(self, e: Emitter, per_token: fx.Node, axis: int, neurons: Any) -> fx.Node:
+        """The user's result from one number a token, whose axes are the activation's without `axis`."""
+        t = e.method("detach", per_token) if self.detached else per_token
+        if self.path.norm == -1:
+            t = e.call(torch.sub, neurons, t)
+        if self.path.by == "mean":
+            t = e.call(torch.div, t, neurons)
+        rest = tuple(d - (d > axis) for d in self.dims if d != axis)
+        if rest:
+            t = e.method(self.path.by, t, rest)
+        elif self.path.norm == 1 and self.path.by == "sum":
+            # Its own memory, no view of all statistics; a clone is what compilers leave out.
+            t = e.method("sum", e.method("unsqueeze", t, 0), 0)
+        return self._finished(e, t)
+
+    def emit_of_neurons(self, e: Emitter, counts: fx.Node, per_token: fx.Node) -> fx.Node:
+        """The user's result from the number of tokens at which each neuron is not 0."""
+        sizes = fake(per_token).shape
+        static = all(isinstance(n, int) for n in sizes)
+        tokens = math.prod(sizes) if static else e.method("numel", per_token)
+        t = e.call(torch.rsub, counts, tokens) if self.path.norm == -1 else counts
+        if self.path.by == "mean":
+            t = e.call(torch.div, e.method("to", t, torch.float32), tokens)
+        elif self.path.by != "sum":
+            t = e.call(torch.ne, t, 0) if self.path.by == "any" else e.call(torch.eq, t, tokens)
+        return self._finished(e, t)
+
+    def _finished(self, e: Emitter, t: fx.Node) -> fx.Node:
+        for d in self.ones:
+            t = e.method("unsqueeze", t, d)
+        return e.cast(t, fake(self.node).dtype)
+
+
 _REDUCTIONS = frozenset("sum mean any all count_nonzero norm vector_norm l1_loss".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads statistics of the activation `source` with `axes`. positive: it is nowhere negative. weighs: of it times a
-    number of each neuron, too."""
+    """Reads statistics of the activation `source` with `axes`, the gate or what is hidden. positive: it is nowhere
+    negative. weighs: of it times a number of each neuron, too."""
 
     view: GraphView
     reading: Reading
     source: fx.Node
+    of: str
     axes: tuple[Axis, ...]
     positive: bool
     weighs: bool
 
-    def follow(self, x: fx.Node, node: fx.Node, path: _Path) -> list[Statistic]:
+    def follow(self, x: fx.Node, node: fx.Node, path: Path) -> list[Statistic]:
         """The statistics that a reader of a value leads to, which is at the end of `path`.
 
         Raises NoMatch where it wants more.
@@ -262,7 +268,7 @@ class _Reader:
                 raise NoMatch(_OF_EVERY_NEURON, node) from None
             raise reason if path.weight is None else self._decline(node) from None
 
-    def _reduction(self, x: fx.Node, node: fx.Node, call: Call, path: _Path) -> dict[str, Any]:
+    def _reduction(self, x: fx.Node, node: fx.Node, call: Call, path: Path) -> dict[str, Any]:
         """What a reduction changes of a path."""
         norm, by = path.norm, call.name
         absolute = norm is None or not (path.weight is None or path.by or path.signed)
@@ -288,7 +294,7 @@ class _Reader:
         axes = (() if d in dims else a for d, a in enumerate(path.axes) if keepdim or d not in dims)
         return {"axes": (*axes,), "reduced": path.reduced | {*gone}, "norm": norm, "by": by}
 
-    def _elementwise(self, x: fx.Node, node: fx.Node, call: Call, path: _Path) -> dict[str, Any]:
+    def _elementwise(self, x: fx.Node, node: fx.Node, call: Call, path: Path) -> dict[str, Any]:
         """What is changed of a path by what is done to every element."""
         view, norm, name = self.view, path.norm, call.name
         if name in COPIES or name == "detach":
@@ -338,7 +344,7 @@ class _Reader:
         reduced = call.get("reduction", "mean") in ("mean", "sum")
         return usual and reduced and whole and self.view.const(zeros, node) == 0
 
-    def _statistic(self, node: fx.Node, path: _Path) -> Statistic | None:
+    def _statistic(self, node: fx.Node, path: Path) -> Statistic | None:
         """The statistic that a reduction at the end of a path is; None where it leaves tokens of every neuron."""
         view, neurons = self.view, self.reading.down.d_dim
         dims = tuple(d for d, axis in enumerate(self.axes) if path.reduced.issuperset(flat(axis)))
@@ -356,10 +362,7 @@ class _Reader:
         ones = tuple(d for d, axis in enumerate(path.axes) if not axis)
         weight = None if path.weight is None else self._made_again(path.weight, node, path.by)
         detached = not view.requires_grad(node)  # or under no_grad, or of what is frozen
-        norm = path.norm or 0
-        return Statistic(
-            node, self.source, path.nodes, dims, ones, norm, path.by, detached, of_neurons, weight
-        )
+        return Statistic(node, self.source, self.of, path, dims, ones, detached, of_neurons, weight)
 
     def _made_again(self, w: fx.Node, node: fx.Node, by: str) -> tuple[list[fx.Node], Make]:
         """What the numbers of the neurons are made of before the operator, and what makes them."""
