@@ -142,17 +142,16 @@ def _masked_matmul(h, count, index, values, x, weight):
 
 
 def _product(f, weight, bias, relu=False):
-    return _product_of(f.relu() if relu else f, weight, bias)[0]
+    y, _ = _product_of(as_rows(f.relu() if relu else f), weight, bias)
+    return y.view(*f.shape[:-1], y.shape[-1])
 
 
 def _product_of(f, weight, bias):
     """(y, the entries of f)."""
     ops = torch.ops.sparse_inductor
-    rows = as_rows(f)
-    entries = ops.sparse_entries(rows)
-    y = ops.sparse_matmul(rows, *entries, weight)
-    y = y if bias is None else y + bias
-    return y.view(*f.shape[:-1], weight.shape[1]), entries
+    entries = ops.sparse_entries(f)
+    y = ops.sparse_matmul(f, *entries, weight)
+    return y if bias is None else y + bias, entries
 
 
 class _Product(torch.autograd.Function):
@@ -170,16 +169,15 @@ class _Product(torch.autograd.Function):
         ops = torch.ops.sparse_inductor
         f, weight, *entries = ctx.saved_tensors
         for_f, for_weight, for_bias, _ = ctx.needs_input_grad
-        of_rows, rows = as_rows(f), as_rows(grad)
         d_f = d_weight = None
         if for_f and ctx.relu:
-            d_f = ops.sparse_masked_matmul(of_rows, *entries, rows, weight).view(f.shape)
+            d_f = ops.sparse_masked_matmul(f, *entries, grad, weight)
             d_f = torch.ops.aten.threshold_backward(d_f, f, 0)  # rows of many entries are whole
         elif for_f:
             d_f = grad @ weight.t()
         if for_weight:
-            d_weight = turned_as(weight, ops.sparse_outer_sum(of_rows, *entries, rows)[0])
-        return d_f, d_weight, rows.sum(0) if for_bias else None, None
+            d_weight = turned_as(weight, ops.sparse_outer_sum(f, *entries, grad)[0])
+        return d_f, d_weight, grad.sum(0) if for_bias else None, None
 
 
 def _linear(x, weight, bias, shift=None):
@@ -199,16 +197,15 @@ class _Linear(torch.autograd.Function):
         ops = torch.ops.sparse_inductor
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, for_shift = ctx.needs_input_grad
-        rows = as_rows(grad)
-        entries = ops.sparse_entries(rows)
+        entries = ops.sparse_entries(grad)
         d_x = d_weight = d_bias = d_shift = None
         if for_x:
-            d_x = ops.sparse_matmul(rows, *entries, weight).view(x.shape)
+            d_x = ops.sparse_matmul(grad, *entries, weight)
         if for_weight or for_bias or (for_shift and not for_x):
-            d_weight, d_bias = ops.sparse_outer_sum(rows, *entries, as_rows(x))
+            d_weight, d_bias = ops.sparse_outer_sum(grad, *entries, x)
         if for_shift:
             # The sum over all rows of what an entry gives the gradient of x: its own times a row of the weight.
-            d_shift = -as_rows(d_x).sum(0) if for_x else -torch.mv(weight.t(), d_bias)
+            d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -d_x.sum(0)
         d_weight = turned_as(weight, d_weight) if for_weight else None
         return d_x, d_weight, d_bias if for_bias else None, d_shift
 
@@ -223,9 +220,12 @@ def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tup
         check_shape("shift", shift, x.shape[-1:])
         tensors = (x, weight, bias, shift)
         needs_grad = any(t is not None and t.requires_grad for t in tensors)
-        call = function.apply if torch.is_grad_enabled() and needs_grad else plain
         with autocast_off(x.device.type):
-            return call(x, weight, bias, more)
+            if not (torch.is_grad_enabled() and needs_grad):
+                return plain(x, weight, bias, more)
+            # The caller may write to the result, which autograd refuses of a view that a Function returns.
+            y = function.apply(as_rows(x), weight, bias, more)
+            return y.view(*x.shape[:-1], y.shape[-1])
 
     _lib.impl(name, run, "CompositeImplicitAutograd")
 
