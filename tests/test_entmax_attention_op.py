@@ -91,19 +91,6 @@ def test_all_terms_in_all_combinations(alpha, fill, added):
         )
 
 
-def test_opcheck():
-    q, k, v = make()
-    bias = torch.randn(1, 4, 1, 6, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(2, 1, 5, 6) > 0.4
-    alpha = torch.full((1, 4, 1, 1), 1.3, dtype=torch.float64, requires_grad=True)
-    lengths = torch.tensor([3, 6])
-    op = ops.entmax_attention.default
-    torch.library.opcheck(
-        op, (q, k, v, bias, mask, alpha, None, lengths, 0.0, 0.3, -1e9, True, True)
-    )
-    torch.library.opcheck(op, (q, k, v, None, None, None, None, None, 1.5, 0.3, -INF, True, False))
-
-
 def test_compiles_with_dynamic_shapes():
     def attention(q, k, v, bias):
         return entmax_attention(q, k, v, bias=bias, causal=True)

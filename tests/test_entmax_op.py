@@ -82,14 +82,6 @@ def test_empty(shape):
     assert p.shape == x.grad.shape == shape
 
 
-@pytest.mark.parametrize("alpha", [1.5, 1.3])
-def test_opcheck(alpha):
-    x = torch.randn(3, 6, 2, requires_grad=True)
-    torch.library.opcheck(ops.entmax.default, (x, None, alpha, 1))
-    a = torch.full((1, 1, 2), alpha, requires_grad=True)
-    torch.library.opcheck(ops.entmax.default, (x, a, 0.0, 1))
-
-
 @pytest.mark.parametrize(
     "error, words, arguments",
     [

@@ -107,19 +107,3 @@ def test_what_does_not_fit_is_refused():
         ops.sparse_product(f, weight, torch.zeros(5))
     with pytest.raises(TypeError, match="weight must have the dtype"):
         ops.sparse_gradient_linear(f, weight.t().double())
-
-
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [
-        ("sparse_entries", ()),
-        ("sparse_matmul", ((60, 4),)),
-        ("sparse_outer_sum", ((8, 4),)),
-        ("sparse_masked_matmul", ((8, 4), (60, 4))),
-    ],
-)
-def test_operators_are_described_as_they_are(name, shapes):
-    h = mostly_zeros(8, 60, share=0.02)
-    entries = torch.ops.sparse_inductor.sparse_entries(h) if shapes else ()
-    given = (h, *entries, *(torch.randn(s, dtype=h.dtype) for s in shapes))
-    torch.library.opcheck(getattr(torch.ops.sparse_inductor, name), given)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sparse_inductor import ops
-from support import heavy
 
 NAN = float("nan")
 
@@ -122,29 +121,3 @@ def test_what_is_empty(rows):
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(torch.zeros(5, 8), torch.zeros(40, 8))
-
-
-@pytest.mark.parametrize(
-    "checks",
-    [
-        ("test_schema", "test_faketensor"),
-        heavy(("test_autograd_registration", "test_aot_dispatch_dynamic")),
-    ],
-)
-def test_the_operators_keep_what_they_promise(checks):
-    x, w_enc, b_enc, w_dec, b_dec = tensors(torch.float32)
-    scores = (x @ w_enc).detach()
-    shift = torch.randn(8, requires_grad=True)
-    op = torch.ops.sparse_inductor
-    values, indices = (t.detach() for t in op.topk_encode(x, w_enc.t(), b_enc, None, 4, True, None))
-    lists = op.sparse_columns(indices, 40)
-    for name, args in (
-        ("topk_encode", (x, w_enc.t(), b_enc, None, 4, True, shift)),
-        ("topk_encode", (x, w_enc.t(), None, scores, 4, False, None)),
-        ("sparse_decode", (values.requires_grad_(), indices, w_dec, b_dec)),
-        ("sparse_dots", (x.detach(), w_enc.t().detach(), indices)),
-        ("sparse_columns", (indices, 40)),
-        ("sparse_outer", (values.detach(), x.detach(), *lists, False)),
-        ("sparse_outer", (values.detach(), x.detach(), *lists, True)),
-    ):
-        torch.library.opcheck(getattr(op, name), args, test_utils=checks)

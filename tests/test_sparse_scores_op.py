@@ -200,22 +200,6 @@ def test_bad_rows_and_offsets_name_the_value():
         sparse_scores(query(), flat, w, rows=flat, offsets=flat, num_docs=2)
 
 
-def _op_cases():
-    ids, values, _, mask = documents()
-    for name, (args, more) in layouts(ids, values, mask).items():
-        yield name, (*args, more.get("rows"), more.get("offsets"), N)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_operators_are_well_formed(name):
-    docs = dict(_op_cases())[name]
-    ops = torch.ops.sparse_inductor
-    q = query().requires_grad_()
-    torch.library.opcheck(ops.sparse_scores, (q, *docs, torch.float32))
-    torch.library.opcheck(ops.sparse_scores_topk, (q, *docs, 3, torch.float32))
-    torch.library.opcheck(ops.sparse_scores_backward, (torch.rand(B, N), *docs, V, torch.float32))
-
-
 @pytest.mark.parametrize("first, last", [(3, N), (0, 11), (5, 9), (7, 7)])
 def test_offsets_of_some_documents_of_a_collection(first, last):
     """What lies before the first and behind the last of them scores nowhere, and has no gradient."""

@@ -540,51 +540,6 @@ def test_errors_name_the_value(kwargs, exception, says, grad):
 # --- As an operator of PyTorch --------------------------------------------------------------------
 
 
-def sample_inputs():
-    hidden, weight, bias = make()
-    yield "plain", (hidden, weight, bias, [], "relu | log1p")
-    yield "mask", (hidden, weight, None, [lengths()], "relu | log1p | row_mul(0)")
-    yield "weights", (hidden, weight, bias, [torch.rand(3, 7)], "relu | log1p | row_mul(0)")
-    yield "general", (hidden, weight, bias, [lengths().bool()], "square | row_where(0, -1)")
-    yield "no_batch", (hidden[0], weight, bias, [lengths()[0]], "row_add(0) | relu")
-    yield "half", (hidden.bfloat16(), weight.bfloat16(), None, [], "tanh")
-    yield "strided", (hidden.mT.contiguous().mT, weight.t().contiguous().t(), bias, [], "relu")
-    yield "four_d", (make(lead=(2, 3))[0], weight, bias, [torch.rand(7)], "relu | row_mul(0)")
-
-
-SAMPLES = dict(sample_inputs())
-
-
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("argmax", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
-def test_opcheck(sample, argmax, grad):
-    hidden, weight, bias, rows, steps = SAMPLES[sample]
-    tensors = [hidden, weight, bias]
-    if grad:
-        tensors = [t if t is None else t.detach().clone().requires_grad_() for t in tensors]
-    dtype = torch.float32 if sample == "half" else None
-    torch.library.opcheck(ops.splade_head.default, (*tensors, rows, steps, dtype, argmax))
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("winner_dtype", [torch.int8, heavy(torch.int32)])
-def test_opcheck_of_the_parts(sample, winner_dtype):
-    hidden, weight, bias, rows, steps = SAMPLES[sample]
-    inputs = hidden, weight, bias, rows, steps
-    forward = (*inputs, None, False, winner_dtype)
-    torch.library.opcheck(ops.splade_head_train.default, forward)
-    values, winner, peak, per_element = ops.splade_head_train(*forward)
-    assert winner.dtype == winner_dtype and winner.shape == peak.shape
-    for needs in ([True, True, bias is not None], [True, False, False], [False, True, False]):
-        torch.library.opcheck(
-            ops.splade_head_backward.default,
-            (torch.randn_like(values), *inputs, winner, peak, per_element, False, needs),
-        )
-
-
 def compile_bare(dynamic, **kwargs):
     def fn(hidden, weight, bias, mask):
         return splade_head(hidden, weight, bias, mask, **kwargs)
