@@ -91,26 +91,6 @@ def test_all_terms_in_all_combinations(alpha, fill, added):
         )
 
 
-def test_compiles_with_dynamic_shapes():
-    def attention(q, k, v, bias):
-        return entmax_attention(q, k, v, bias=bias, causal=True)
-
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for Lq, Lk in ((5, 6), (9, 11)):
-        leaves = [
-            *make(Lq=Lq, Lk=Lk),
-            torch.randn(1, 4, 1, Lk, dtype=torch.float64, requires_grad=True),
-        ]
-        for got, eager in zip(
-            *(
-                (out := f(*leaves), *torch.autograd.grad(out.square().sum(), leaves))
-                for f in (compiled, attention)
-            ),
-            strict=True,
-        ):
-            assert torch.equal(got, eager)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 2), (4, 1)])
 def test_grouped_heads_and_strides_in_every_precision(dtype, heads):

@@ -1,5 +1,5 @@
-"""What every operator promises PyTorch: shapes, dtypes and strides by its fake, results that are views of nothing, and
-what `torch.library.opcheck` asks, forward and backward."""
+"""What every operator promises PyTorch: shapes, dtypes and strides by its fake, the same numbers in every layout,
+results that are views of nothing, and what `torch.library.opcheck` asks, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LAYOUTS = {
     "channels_last": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t,
     "batch_inside": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t,
     "strided": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "every_other": lambda t: t.repeat_interleave(2, 0)[::2],
     "expanded": lambda t: t[:1].expand(t.shape),
     "offset": lambda t: torch.cat([t, t])[len(t) :],
 }
@@ -111,6 +112,16 @@ def programs(batch: int, length: int):
 
 
 PROGRAMS = [*programs(1, 1)]
+# Their arguments have every kind of axes; of the others opcheck looks at one layout.
+IN_EVERY_LAYOUT = (
+    "relu_ffn", "relu_ffn_gated", "splade_head", "splade_head_rows", "splade_head_steps", "entmax",
+    "entmax_rows_inside", "entmax_alpha", "entmax_attention", "entmax_attention_bias", "sparse_scores",
+    "topk_encode", "sparse_decode", "sparse_product", "sparse_gradient_linear",
+)  # fmt: skip
+# With operands beside the tensors that have their sizes.
+OF_ONE_SIZE = (
+    "splade_head_mask", "splade_head_steps", "splade_head_axes", "splade_head_weight", "entmax_attention_masks",
+)  # fmt: skip
 # Made of other operators, they return views of what these return.
 COMPOSED = ("sparse_product", "sparse_product_relu", "sparse_gradient_linear")
 
@@ -122,42 +133,58 @@ def tensors(shapes, layout=LAYOUTS["contiguous"]):
 
 def step(fn, inputs, layout=LAYOUTS["contiguous"]):
     """The results of the operators, and gradients from cotangents of a layout."""
-    outputs = pytree.tree_leaves(fn(*inputs))
-    outputs = [t for t in outputs if t.requires_grad]
+    results = [t for t in pytree.tree_leaves(fn(*inputs)) if t.requires_grad]
     g = torch.Generator().manual_seed(1)
-    cotangents = [layout(torch.randn(t.shape, generator=g)) for t in outputs]
-    torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    cotangents = [layout(torch.randn(t.shape, generator=g)) for t in results]
+    return results, torch.autograd.grad(results, inputs, cotangents, allow_unused=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_fakes_promise_what_is_returned(name, layout):
+@pytest.mark.parametrize("name", IN_EVERY_LAYOUT)
+def test_a_layout_changes_strides_alone_and_as_the_fake_says(name, layout):
     for batch, length in ((3, 5), (1, 5), (3, 1), (0, 5)):
         if batch == 0 and layout == "offset":
             continue
         fn, shapes = programs(batch, length)[name]
         inputs = tensors(shapes, LAYOUTS[layout])
         with Promises() as promises:
-            step(fn, inputs, LAYOUTS[layout])
+            found = step(fn, inputs, LAYOUTS[layout])
             with torch.no_grad():
                 fn(*inputs)
         gradients = {op for op in promises.seen if op.endswith("backward") or "outer" in op}
         assert gradients and promises.seen > gradients
+        if (batch, length) != (3, 5):
+            continue
+        copies = [t.detach().contiguous().requires_grad_() for t in inputs]
+        wanted = step(fn, copies, lambda t: LAYOUTS[layout](t).contiguous())
+        torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_are_views_of_nothing(name, compiled):
+def test_results_are_views_of_nothing(name):
     """The caller may write to them, which autograd refuses of a view that an autograd.Function returns."""
     fn, shapes = programs(3, 5)[name]
     inputs = tensors(shapes)
-    if compiled:
-        fn = torch.compile(fn, backend="aot_eager")
     for _ in range(2):
-        for out in pytree.tree_leaves(fn(*inputs)):
-            if out.requires_grad:
-                assert not out._is_view() or name in COMPOSED
-                out.mul_(2)
+        results, _ = step(fn, inputs)
+        for result in results:
+            assert not result._is_view() or name in COMPOSED
+            result.mul_(2)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiled_for_any_size(name):
+    """With the bits of eager, and results that may be written to."""
+    fn, _ = programs(3, 5)[name]
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
+    for sizes in ((3, 5), (4, 7)):
+        if sizes != (3, 5) and name in OF_ONE_SIZE:
+            continue
+        inputs = tensors(programs(*sizes)[name][1])
+        found = step(compiled, inputs)
+        torch.testing.assert_close(found, step(fn, inputs), rtol=0, atol=0)
+        for result in found[0]:
+            result.mul_(2)
 
 
 def calls(name: str) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -210,13 +210,6 @@ def test_nan_reaches_the_output():
     assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
 
 
-def test_strided_inputs():
-    x, w = tokens(9), weights()
-    w = lying_by_columns(w)
-    wide = torch.stack([x, x], -1).flatten(-2)[:, ::2]
-    torch.testing.assert_close(relu_ffn(wide, **w), dense(x, w)[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_close_to_the_truth_as_the_dense_block(dtype):
     w = weights(dtype=dtype, N=256)

@@ -96,16 +96,6 @@ def test_of_equal_ones_the_smallest_columns_are_kept_and_nan_is_the_largest(dtyp
     assert by_column.tolist() == [[0, 1, 2], [0, 2, 4], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-def test_what_is_empty(rows):
-    x, w_enc, b_enc, w_dec, b_dec = (t.detach() for t in tensors())
-    x = x.flatten(0, 1)[:rows].requires_grad_()
-    y = by_operators(x, w_enc[:, :4], b_enc[:4], w_dec[:4], b_dec, k=rows and 4)
-    assert y.shape == (rows, 6)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    assert grad.shape == x.shape
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
