@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from processes import threads
 from sparse_inductor import SparseIndex
 
 N, V, B = 40, 12, 3
@@ -150,20 +148,6 @@ def test_documents_replace_others():
     with pytest.raises(ValueError, match="term id"):
         index.append([([V], [1.0])], replacing=[7])
     assert index.num_live == live
-
-
-def test_a_search_finds_the_old_document_or_the_new_one():
-    index, stop, seen = SparseIndex.build([([0], [1.0])], num_terms=V), threading.Event(), []
-
-    def look():
-        while not stop.is_set():
-            seen.append(index.search(([0], [1.0]), 3)[0].gt(-INF).sum().item())
-
-    with threads(look, look):
-        for at in range(200):
-            index.append([([0], [1.0])], replacing=[at])
-        stop.set()
-    assert {*seen} == {1}
 
 
 def test_copies_of_an_index_grow_and_lose_documents_apart():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import interpreter
 
-from ranking import sparse
+from ranking import best, sparse
 from sparse_inductor.aten.top import best_of
 from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import collection_of
@@ -80,13 +80,6 @@ def dense_of(parts):
     return torch.cat(rows)
 
 
-def truth(dense, q, k, deleted):
-    scores = (q.double() @ dense.double().t()).float() + 0.0
-    scores[:, deleted] = float("-inf")
-    best, ids = torch.sort(scores, dim=1, descending=True, stable=True)
-    return best[:, :k], ids[:, :k]
-
-
 def run(parts, q, k, deleted, device, **options):
     """A search, and how many queries it had to answer by scoring everything."""
     packed = search.pack(parts, V)
@@ -104,9 +97,9 @@ def searched(parts, q, k, device, deleted=(), **options):
     gone = torch.zeros(sum(s.count for s in parts), dtype=torch.bool, device=device)
     gone[list(deleted)] = True
     (scores, ids), scored_all = run(parts, q, k, gone, device, **options)
-    best, right = truth(dense_of(parts), q, k, gone.cpu())
+    wanted, right = best(dense_of(parts), q, k, ~gone.cpu())
     assert torch.equal(ids, right)
-    assert torch.equal(scores, best)
+    assert torch.equal(scores, wanted)
     return scored_all
 
 
@@ -250,8 +243,8 @@ def test_queries_without_enough_matches_ties_and_no_terms(device, sorting):
     q = torch.zeros(4, V)
     q[0, 0], q[1, 1], q[3, 2] = 1.0, 1.0, float("nan")
     (scores, ids), _ = run(parts, q, 12, deleted, device)
-    best, right = truth(dense, q[:3], 12, deleted.cpu())
-    assert torch.equal(ids[:3], right) and torch.equal(scores[:3], best)
+    wanted, right = best(dense, q[:3], 12)
+    assert torch.equal(ids[:3], right) and torch.equal(scores[:3], wanted)
     assert ids[3].eq(-1).all() and scores[3].isnan().all()
 
 
@@ -280,9 +273,8 @@ def test_a_small_collection_and_too_many_results(device):
     parts = segments(dense, device=device)
     deleted = torch.zeros(40, dtype=torch.bool, device=device)
     (scores, ids), _ = run(parts, queries(), 45, deleted, device)
-    best, right = truth(dense, queries(), 40, deleted.cpu())
-    assert torch.equal(ids[:, :40], right) and torch.equal(scores[:, :40], best)
-    assert ids[:, 40:].eq(-1).all() and scores[:, 40:].eq(float("-inf")).all()
+    wanted, right = best(dense, queries(), 45)
+    assert torch.equal(ids, right) and torch.equal(scores, wanted)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -369,9 +361,9 @@ def test_programs_that_score_everything_wait_for_none_that_has_not_begun(at_once
     B = len(status)
     q = (torch.rand(B, V, generator=g) < 0.3) * torch.randint(1, 4, (B, V), generator=g).float()
     deleted = torch.rand(n, generator=g) < 0.1
-    best, right = truth(dense_of(segments(docs)), q, k, deleted)
+    wanted, right = best(dense_of(segments(docs)), q, k, ~deleted)
     keys = torch.full((B, room), -5)
-    keys[1, :k] = merge.keys(best[1:2], right[1:2], 0)[0][torch.randperm(k, generator=g)]
+    keys[1, :k] = merge.keys(wanted[1:2], right[1:2], 0)[0][torch.randperm(k, generator=g)]
     ints = lambda *shape, dtype=torch.int32: torch.full(shape, 91, dtype=dtype)
     scores, ids = torch.zeros(B, k), torch.zeros(B, k, dtype=torch.int64)
     args = [
@@ -402,4 +394,4 @@ def test_programs_that_score_everything_wait_for_none_that_has_not_begun(at_once
             assert process.exitcode == 0
     assert scores[2].isnan().all() and ids[2].eq(-1).all()
     for b in (0, 1, 3):
-        assert torch.equal(ids[b], right[b]) and torch.equal(scores[b], best[b])
+        assert torch.equal(ids[b], right[b]) and torch.equal(scores[b], wanted[b])
