@@ -31,7 +31,7 @@ def small(request, device, monkeypatch):
         sizes = {"B": 2, "H": 2, "Hkv": 1, "Lq": 2, "Lk": 9000 if device.type == "cuda" else 50}
     else:
         sizes = {"Lq": 130, "Lk": 100} if device.type == "cuda" else {"Lq": 18, "Lk": 30}
-        sizes["dtype"] = torch.bfloat16
+        sizes |= {"H": 2, "dtype": torch.bfloat16}
     return lambda **keywords: operands(device, **{**sizes, **keywords})
 
 
