@@ -48,15 +48,6 @@ def test_zero_times_what_is_not_finite_is_nan_in_the_gradient_of_a_weight(row):
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
-def test_gradients_come_where_they_are_asked_for_alone():
-    x, w_enc, b_enc, w_dec, b_dec = tensors(requires_grad=False)
-    b_enc.requires_grad_()
-    want = torch.autograd.grad(written(x, w_enc, b_enc, w_dec, b_dec).sum(), b_enc)
-    torch.testing.assert_close(
-        torch.autograd.grad(by_operators(x, w_enc, b_enc, w_dec, b_dec).sum(), b_enc), want
-    )
-
-
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_a_shift_and_its_gradient(of_rows):
     x, w_enc, b_enc, *_ = tensors()
