@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -31,6 +33,8 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 # Most tests are about what is recognised; `test_policy.py` is about what the default makes of it.
 os.environ.setdefault("SPARSE_INDUCTOR_POLICY", "always")
+# Garbage is collected now and then, not after each compile, a tenth of whose time that would take.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # What the processor says it has is there: to compile a program that sees takes ten seconds for each new cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -42,6 +46,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest_plugins = ["sparse_inductor.pytest_plugin"]
 
 torch.set_num_threads(max(1, min(torch.get_num_threads(), 2)))
+
+# What would take another tenth: pytest records the loggers that do not propagate, and for a logger with a handler torch
+# writes every graph as JSON; Dynamo flushes the processor's caches to measure how long a frame's guards take.
+if "TORCH_TRACE" not in os.environ:
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
+guards = importlib.import_module("torch._dynamo.guards")
+if hasattr(guards, "profile_guard_manager"):
+    guards.profile_guard_manager = lambda *_: 0.0
+# TORCHINDUCTOR_VEC_ISA_OK leaves the extensions of AVX512 to be tried.
+importlib.import_module("torch._inductor.cpu_vec_isa").VecISA.check_build = lambda *_: True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
