@@ -9,6 +9,7 @@ from torch import nn
 
 import sparse_inductor
 from sparse_inductor.testing import assert_matches_reference, assert_rewrites
+from support import heavy
 
 LAYERS, WIDTH, NEURONS = 2, 6, 112
 
@@ -69,21 +70,21 @@ PRODUCTS = {"sparse_product": 2}
 TOPK = {"topk_encode": 1, "sparse_decode": 1}
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize(
-    ("forward", "training", "inference"),
-    [
-        (plain, {"relu_ffn": 1}, {"relu_ffn": 1}),
-        (activations_kept, PRODUCTS, {"sparse_product": 1}),
-        (by_tensordot, PRODUCTS, {"sparse_product": 1}),
-        (tied, PRODUCTS, {"sparse_product": 1}),
-        (norms_in_the_loss, {"relu_ffn": 1}, {"relu_ffn": 1}),
-        (largest, TOPK, TOPK),
-    ],
-)
-def test_it_is_rewritten(forward, training, inference, dynamic):
+REWRITTEN = {  # in training, in inference
+    plain: ({"relu_ffn": 1}, {"relu_ffn": 1}),
+    activations_kept: (PRODUCTS, {"sparse_product": 1}),
+    by_tensordot: (PRODUCTS, {"sparse_product": 1}),
+    tied: (PRODUCTS, {"sparse_product": 1}),
+    norms_in_the_loss: ({"relu_ffn": 1}, {"relu_ffn": 1}),
+    largest: (TOPK, TOPK),
+}
+
+
+@pytest.mark.parametrize("dynamic", [heavy(None), True])
+@pytest.mark.parametrize("forward", REWRITTEN)
+def test_it_is_rewritten(forward, dynamic):
     x = torch.randn(5, LAYERS, WIDTH, requires_grad=True)
-    for grads, expected in ((True, training), (False, inference)):
+    for grads, expected in zip((True, False), REWRITTEN[forward]):
         torch._dynamo.reset()
         with torch.set_grad_enabled(grads), sparse_inductor.enabled(policy="always"):
             found = assert_matches_reference(
