@@ -208,26 +208,27 @@ def test_masked_positions_and_the_gradient_of_a_maximum_that_is_nan(filled):
 
 
 @pytest.mark.parametrize("what", ["rows", "attention"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_gradients_that_are_not_finite_stay_with_what_sparsemax_keeps(what, value):
+def test_gradients_that_are_not_finite_stay_with_what_sparsemax_keeps(what):
     sparsemax = pytest.importorskip("entmax").sparsemax
     q, k, v = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0)).unbind()
 
-    def gradient(fn):
-        bias = torch.linspace(-1, 1, 50).view(2, 5, 5).requires_grad_()
-        y = fn(bias)
-        y.backward(torch.ones_like(y).index_fill(-1, torch.tensor([1]), value))
-        return bias.grad
+    def gradients(fn):
+        bias, found = torch.linspace(-1, 1, 50).view(2, 5, 5).requires_grad_(), []
+        for value in (torch.nan, torch.inf):
+            y = fn(bias)
+            dy = torch.ones_like(y).index_fill(-1, torch.tensor([1]), value)
+            found += torch.autograd.grad(y, bias, dy)
+        return torch.stack(found)
 
     def program(bias):
         p = sparsemax(q @ k.mT + bias, dim=-1)
         return p if what == "rows" else p @ v
 
-    want = gradient(program)
-    assert want.isnan().any() and (want == 0).any()
+    want = gradients(program)
+    assert want[0].isnan().any() and want[1].isnan().any() and (want == 0).any()
     with sparse_inductor.enabled(policy="always"):
-        got = gradient(compile_without_codegen(program))
-        assert [r.pattern for r in sparse_inductor.report().rewrites]
+        got = gradients(compile_without_codegen(program))
+        assert len(sparse_inductor.report().rewrites) == 1
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
