@@ -70,7 +70,6 @@ def test_what_is_documented_of_a_rewrite_is_what_it_is_compared_with():
 
 
 def test_a_tensor_alpha_of_one_is_compared_with_softmax():
-    pytest.importorskip("entmax")
     step = Step("p1 = entmax_bisect(z0, alpha0, dim=-1)")
     alpha = torch.tensor([1.0, 1.5])[:, None].requires_grad_()
     scores = torch.tensor([[0.3, -0.1, 0.2, 0.0, 0.5], [0.4, 0.1, -0.2, 0.3, 0.0]])
@@ -84,7 +83,6 @@ def test_a_tensor_alpha_of_one_is_compared_with_softmax():
 
 
 def test_a_write_that_autograd_is_not_told_of_may_go_unnoticed():
-    pytest.importorskip("entmax")
     steps = Step("p1 = sparsemax(x0, dim=-1)"), Step("p1.detach().numpy()[..., 0] = 0.5")
     program = Program(0, (Input("x0", (3, 5), grad=True),), steps, ("p1",), training=True)
     outcome = check(program)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import vocabulary
 from .program import STAGES, Input, Program, Step
 
 __all__ = ["FAMILIES", "generate"]
@@ -196,14 +195,11 @@ def relu_ffn(m: Maker, x: str) -> str:
 def probabilities(m: Maker, z: str, dims: Sequence[str] = ("-1",), shape: tuple = ()) -> str:
     dim = m.r.choice(dims)
     texts = [f"entmax15({z}, dim={dim})", f"sparsemax({z}, dim={dim})"] * 3
-    if vocabulary.entmax_bisect is not None:
-        texts += [f"entmax_bisect({z}, {m.choose('1.5', '1.3', '2.0', '1.75')}, dim={dim})"]
-        if dim == "-1" and m.r.random() < 0.3:
-            kind = m.r.choice([torch.float32, m.floats])
-            alpha = m.given(
-                "alpha", (*shape, 1), "alpha", dtype=kind, grad=m.training and m.r.random() < 0.5
-            )
-            texts += [f"entmax_bisect({z}, {alpha}, dim=-1)"] * 6
+    texts += [f"entmax_bisect({z}, {m.choose('1.5', '1.3', '2.0', '1.75')}, dim={dim})"]
+    if dim == "-1" and m.r.random() < 0.3:
+        kind, grad = m.r.choice([torch.float32, m.floats]), m.training and m.r.random() < 0.5
+        alpha = m.given("alpha", (*shape, 1), "alpha", dtype=kind, grad=grad)
+        texts += [f"entmax_bisect({z}, {alpha}, dim=-1)"] * 6
     return m.do("p", m.r.choice(texts), z)
 
 

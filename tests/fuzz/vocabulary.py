@@ -5,36 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from entmax import entmax15, entmax_bisect, sparsemax
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as _checkpoint
-
-try:
-    from entmax import entmax15, entmax_bisect, sparsemax
-except ImportError:  # the closed forms that people carry along
-    entmax_bisect = None
-
-    def sparsemax(x, dim=-1):
-        s, _ = torch.sort(x, dim=dim, descending=True)
-        c = s.cumsum(dim)
-        shape = [1] * x.dim()
-        shape[dim] = -1
-        n = torch.arange(1, x.shape[dim] + 1, dtype=x.dtype).view(shape)
-        size = (1 + n * s > c).sum(dim=dim, keepdim=True)
-        tau = (c.gather(dim, size - 1) - 1) / size
-        return torch.clamp(x - tau, min=0)
-
-    def entmax15(x, dim=-1):
-        x = (x - x.amax(dim, keepdim=True)) * 0.5
-        s = x.sort(dim=dim, descending=True).values
-        shape = [1] * x.dim()
-        shape[dim] = -1
-        n = torch.arange(1, x.size(dim) + 1, dtype=x.dtype).view(shape)
-        mean = s.cumsum(dim) / n
-        variance = (s * s).cumsum(dim) / n - mean * mean
-        tau = mean - ((1 - n * variance) / n).clamp(min=0).sqrt()
-        size = (tau <= s).sum(dim, keepdim=True)
-        return torch.relu(x - tau.gather(dim, size - 1)).square()
-
 
 __all__ = ["F", "entmax15", "entmax_bisect", "np", "sparsemax", "torch"]
 
