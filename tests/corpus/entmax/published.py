@@ -83,6 +83,27 @@ def interface(kind: str) -> Callable[..., Any]:
     return attend
 
 
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+STILL = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+MODERNBERT = {
+    **SIZES, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 64, "n_embd": 16, "n_inner": 32, "n_head": 2, "n_positions": 64, "use_cache": False,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+# which: transformers' model, its configuration, and what that is given
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaModel", "LlamaConfig", {**SIZES, "num_key_value_heads": 1, "use_cache": False}),
+    "bert": ("BertModel", "BertConfig", {**SIZES, **STILL}),
+    "gpt2": ("GPT2Model", "GPT2Config", GPT2),
+    "modernbert": ("ModernBertModel", "ModernBertConfig", MODERNBERT),
+}
+
+
 class Transformer(nn.Module):
     """A tiny model of transformers whose attention function is `interface(kind)`."""
 
@@ -94,40 +115,10 @@ class Transformer(nn.Module):
         name = f"corpus_{kind}"
         transformers.AttentionInterface.register(name, interface(kind))
         AttentionMaskInterface.register(name, eager_mask)
-        sizes: dict[str, Any] = {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-            "attn_implementation": name,
-        }
-        still: dict[str, Any] = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
         torch.manual_seed(0)
-        match which:
-            case "llama":
-                config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, use_cache=False)
-                self.model = transformers.LlamaModel(config)
-            case "bert":
-                self.model = transformers.BertModel(transformers.BertConfig(**sizes, **still))
-            case "modernbert":
-                special = {
-                    "pad_token_id": 0,
-                    "bos_token_id": 2,
-                    "eos_token_id": 3,
-                    "cls_token_id": 2,
-                    "sep_token_id": 3,
-                }
-                config = transformers.ModernBertConfig(**sizes, **special)
-                self.model = transformers.ModernBertModel(config)
-            case "gpt2":
-                config = transformers.GPT2Config(
-                    vocab_size=64, n_embd=16, n_inner=32, n_layer=layers, n_head=2, n_positions=64,
-                    use_cache=False, attn_implementation=name, attn_pdrop=0.0, resid_pdrop=0.0,
-                    embd_pdrop=0.0,
-                )  # fmt: skip
-                self.model = transformers.GPT2Model(config)
+        model, config, sizes = MODELS[which]
+        given = {**sizes, "num_hidden_layers": layers, "attn_implementation": name}
+        self.model = getattr(transformers, model)(getattr(transformers, config)(**given))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.model(input_ids=ids, attention_mask=mask)[0]
@@ -142,7 +133,7 @@ def token_ids() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-for which in ("llama", "bert", "gpt2", "modernbert"):
+for which in MODELS:
 
     def client(which=which):
         return Transformer(which, "entmax15"), token_ids()
