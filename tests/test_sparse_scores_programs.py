@@ -76,17 +76,6 @@ def test_verified_on_real_tensors(name):
         assert [c.verdict for c in report.checks] == ["agrees"]
 
 
-SINGLE = [name for name in BY_NAME if name.startswith("single_query")]
-
-
-@pytest.mark.parametrize("name", SINGLE)
-def test_the_top_of_a_single_query_is_the_operators(name):
-    """Views between the scores and the selection that drop the query's axis; not where the scores need a gradient."""
-    with sparse_inductor.enabled(only="sparse_scores"):
-        (rewrite,) = check(BY_NAME[name]).report.rewrites
-    assert rewrite.note.endswith("the scores are not written") == name.endswith("infer")
-
-
 def test_a_gradient_that_is_asked_for_as_a_sparse_tensor():
     """`gather(sparse_grad=True)`; without gradients it is a gather like any other."""
     ids = torch.arange(24).view(6, 4) % 10

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 import sparse_inductor
 from corpus.cases import named
-from corpus.check import check
 from sparse_inductor.testing import assert_matches_reference, assert_rewrites
 from support import compile_without_codegen, only_splade_head, rewrites
 
@@ -24,15 +22,6 @@ def test_new_sizes_are_rewritten_too():
             args = h[:batch, :length], mask[:batch, :length]
             torch.testing.assert_close(compiled(*args), module(*args))
         assert len(rewrites(report)) == compiled.dynamo_graphs >= 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["pruned_by_ratio__infer", "two_towers_shared__train", "sparse_embed_recomputed__infer"],
-)
-def test_what_becomes_of_the_terms_is_no_near_miss(name):
-    """Pruning by the largest term, scores of a batch, a second lookup: of no family, so no word of it."""
-    assert not check(BY_NAME[name]).report.near_misses
 
 
 def test_norms_of_texts_are_no_poolings():

@@ -24,8 +24,9 @@ class Case:
     a line with `at` in it; without `at` the program only stands in the same place as a family, as much of every model
     does, and nothing may be said of it. `precision` is the lowest dtype the program computes in; `rewrites` is how many
     places there are to rewrite, `pattern` which pattern should. `dense` is what a rewrite saves: afterwards no matrix
-    product with so many results is left. `unsupported` says why this torch cannot run the program itself, and nothing
-    where it can.
+    product with so many results is left. Of what is rewritten nothing is a near miss, but of a pattern `beside` it;
+    `note` is how its note ends. `unsupported` says why this torch cannot run the program itself, and nothing where it
+    can.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Case:
     requires: tuple[str, ...] = ()
     pattern: str = "splade_head"
     dense: int | None = None
+    beside: str = ""
+    note: str = ""
     unsupported: Callable[[], str] | None = None
     group: str = ""
     at: str | None = None

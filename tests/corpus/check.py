@@ -44,6 +44,9 @@ def check(case: Case, how: str = "eager") -> Explanation:
     if case.expect == "rewrite":
         assert_rewrites(explanation, expected={case.pattern: case.rewrites})
         assert not explanation.graph_breaks
+        beside = [m for m in explanation.report.near_misses if m.pattern != case.beside]
+        assert not beside, f"near misses beside a rewrite: {beside}"
+        assert all(r.note.endswith(case.note) for r in explanation.report.rewrites)
         if case.dense is not None:
             left = products(explanation, case.dense)
             assert not left, f"what a rewrite saves is still computed: {left}"

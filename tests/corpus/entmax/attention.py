@@ -167,7 +167,11 @@ def single_head_of_other_width(q, k, v):
     return entmax.entmax15(q @ k.transpose(1, 2) / 3.0, dim=2) @ v
 
 
-@attention(pattern="entmax", inputs=lambda: (normal((D,), 1), normal((B, L, D), 2)))
+@attention(
+    pattern="entmax",
+    beside="entmax_attention",
+    inputs=lambda: (normal((D,), 1), normal((B, L, D), 2)),
+)
 def pooling_by_a_learned_query(query, states):
     """attention pooling: one query vector for a batch of sequences"""
     scores = torch.matmul(states, query)
@@ -195,7 +199,7 @@ def router(x):
 no_attention = functools.partial(attention, "no_rewrite", prefix="no_attention_")
 
 
-@attention(pattern="entmax")
+@attention(pattern="entmax", beside="entmax_attention")
 @no_attention("probabilities are also returned", at="attn =")
 def probabilities_returned(q, k, v, mask):
     """output_attentions=True"""
@@ -203,14 +207,18 @@ def probabilities_returned(q, k, v, mask):
     return attn @ v, attn
 
 
-@attention(pattern="entmax", modes=TRAIN)
+@attention(pattern="entmax", beside="entmax_attention", modes=TRAIN)
 @no_attention("dropout is active", TRAIN, at="F.dropout(")
 def dropout_in_training(q, k, v, mask):
     """attention dropout between probabilities and values"""
     return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.25) @ v
 
 
-@attention(pattern="entmax", inputs=lambda: (normal((2, 7, 8), 1), normal((8,), 2), keep()))
+@attention(
+    pattern="entmax",
+    beside="entmax_attention",
+    inputs=lambda: (normal((2, 7, 8), 1), normal((8,), 2), keep()),
+)
 def additive_pooling(states, w, mask):
     """scores from one linear; no keys"""
     scores = torch.tanh(states) @ w

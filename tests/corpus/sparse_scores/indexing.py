@@ -96,7 +96,10 @@ def clamped_postings(c, terms, weights):
 # One query with a batch axis of its own: the top-k is of the operator all the same.
 
 each(
-    of(scoring(), lambda top: lambda c, q: top((q[:1, c.ids] * c.values).sum(-1))),
+    of(
+        scoring(note="the scores are not written"),
+        lambda top: lambda c, q: top((q[:1, c.ids] * c.values).sum(-1)),
+    ),
     single_query_squeezed=lambda scores: scores.squeeze(0).topk(K),
     single_query_first=lambda scores: scores[0].topk(K),
     single_query_selected=lambda scores: scores.select(0, 0).topk(K),
@@ -108,7 +111,7 @@ each(
 )
 
 
-@scoring(modes=TRAIN)
+@scoring(modes=TRAIN, note="padded documents")
 def single_query_in_training(c, q):
     """the scores are needed for the gradient"""
     return (q[:1, c.ids] * c.values).sum(-1)[0].topk(K).values

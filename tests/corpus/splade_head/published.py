@@ -138,7 +138,11 @@ def pruned_by_ratio(self, h, attention_mask):
     return values * (values > 0.1 * largest)
 
 
-@encoder(parts={"idf": lambda: nn.Buffer(torch.linspace(0.1, 3.0, V))}, inputs=(hidden, mask, ids))
+@encoder(
+    parts={"idf": lambda: nn.Buffer(torch.linspace(0.1, 3.0, V))},
+    inputs=(hidden, mask, ids),
+    beside="sparse_decode",
+)
 def opensearch_inference_free(self, h, attention_mask, query_ids):
     """OpenSearch doc-v3: documents through the head twice-logged, queries are idf weights."""
     values, _ = torch.max(self.decoder(h) * attention_mask.unsqueeze(-1), dim=1)
