@@ -463,16 +463,8 @@ def _shared(*call) -> Rule:
     tokens: Dims = ("T",) + ("",) * (c.x.dim() - 2) if c.x.dim() > 1 else ()
     packed: Dims = ("TN", "")
     counts: Dims = ("N",) if c.counts else ("",)
-    letters = (
-        "N.",
-        "N",
-        "N.",
-        "N",
-        ".N",
-        ".",
-        "N",
-        "N",
-    )  # of the weights and biases, and what else follows them
+    # Of the weights and biases, the weight of a statistic and thresholds.
+    letters = ("N.", "N", "N.", "N", ".N", ".", "N", "N")
     return Rule(
         ((*tokens, ""), *map(dims, c[1:_TENSORS], letters)),
         ((*tokens, ""), ("", *tokens), counts, ("TN",), *(packed,) * 3, ("TN",), packed, packed),
