@@ -316,7 +316,7 @@ def trace_class_methods() -> Any:
     if torch.__version__ < (2, 13):
         return lambda: None
     from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables import UserDefinedClassVariable, UserMethodVariable
+    from torch._dynamo.variables import UserDefinedClassVariable, UserFunctionVariable
     from torch._dynamo.variables import higher_order_ops as hops
 
     variable = getattr(hops, "AutogradFunctionApplyVariable", None)
@@ -329,9 +329,9 @@ def trace_class_methods() -> Any:
         of_class = isinstance(fn, types.MethodType) and isinstance(fn.__self__, type)
         if not of_class or not may_join():
             return original(self, tx, ctx, method_name, args)
-        source = AttrSource(self.parent_source, member=method_name) if self.parent_source else None
-        cls = UserDefinedClassVariable(fn.__self__)
-        return UserMethodVariable(fn.__func__, cls, source=source), [ctx, *args]
+        method = self.parent_source and AttrSource(self.parent_source, member=method_name)
+        function = UserFunctionVariable(fn.__func__, source=method and AttrSource(method, "__func__"))
+        return function, [UserDefinedClassVariable(fn.__self__), ctx, *args]
 
     variable.prepare_fn_vt = prepare_fn_vt
 
