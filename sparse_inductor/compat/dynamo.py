@@ -330,7 +330,9 @@ def trace_class_methods() -> Any:
         if not of_class or not may_join():
             return original(self, tx, ctx, method_name, args)
         method = self.parent_source and AttrSource(self.parent_source, member=method_name)
-        function = UserFunctionVariable(fn.__func__, source=method and AttrSource(method, "__func__"))
+        function = UserFunctionVariable(
+            fn.__func__, source=method and AttrSource(method, "__func__")
+        )
         return function, [UserDefinedClassVariable(fn.__self__), ctx, *args]
 
     variable.prepare_fn_vt = prepare_fn_vt
