@@ -4,6 +4,7 @@ not run them, and Gluon's names change from one version to the next."""
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from compiling import compiled, run_compiled
@@ -33,11 +34,15 @@ def compile_all() -> None:
 
     token, bulk = descriptor(64, 64), "cp.async.bulk.tensor"
 
-    for columns, _ in hopper.COSTS:
+    for columns, k_major, least in itertools.product(
+        dict(hopper.COSTS), (True, False), ("i32", "*bf16")
+    ):
         constants = {
-            "COLUMNS": columns, "KBLOCKS": 16, "EACH": 8, "STAGES": hopper.stages(columns), "HAS_BIAS": False,
+            "COLUMNS": columns, "KBLOCKS": 16, "EACH": 8, "STAGES": hopper.stages(columns),
+            "HAS_BIAS": not k_major, "K_MAJOR": k_major,
         }  # fmt: skip
-        types = [token, descriptor(columns, 64), token, *"*bf16 *i32 *i32 i32 i32 i32 i32".split()]
+        weight = descriptor(columns, 64) if k_major else descriptor(64, columns)
+        types = [token, weight, token, *f"*bf16 *i32 *i32 i32 i32 {least} i32".split()]
         multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
     granule, types = (
         descriptor(32, 64),
@@ -74,9 +79,9 @@ def compile_popular() -> None:
     steps = {"F_STEPS": relu, "G_STEPS": itself, "BM": rows, "BP": columns}
     counted = {"ROWS": popular.ROWS, "AT_ONCE": popular.AT_ONCE, "WORDS": popular.WORDS}
     chosen = {"MANY": popular.MANY, "POPULAR": 896, "BLOCK": 8192}
-    row = "*bf16 *bf16 i32 i32 i32".split()
-    two = dict.fromkeys(("t2", "r2", "w2", "st2", "sr2"))
-    one = {**two, **dict.fromkeys(("t1", "r1", "w1", "st1", "sr1"))}
+    row = "*bf16 *bf16 i32 i32 i32 i32".split()
+    two = dict.fromkeys(("t2", "r2", "w2", "st2", "sc2", "sr2"))
+    one = {**two, **dict.fromkeys(("t1", "r1", "w1", "st1", "sc1", "sr1"))}
     for kernel, types, constants, warps in (
         *(
             (popular._rows_kernel, " ".join([*row * n, "*i64"]), {**none, "ADD": add, "BLOCK": 2048}, 4)

@@ -10,7 +10,7 @@ import torch
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.epilogue.zero_threshold import zero_threshold
 from sparse_inductor.kernels.relu_ffn import backward as backward_kernel
-from sparse_inductor.kernels.relu_ffn import dots, gather, rows
+from sparse_inductor.kernels.relu_ffn import columns, dots, gather, rows
 from sparse_inductor.kernels.relu_ffn import forward as kernel
 from sparse_inductor.kernels.relu_ffn import packing as packer
 from sparse_inductor.ops import _relu_ffn_aten as aten
@@ -199,10 +199,11 @@ def test_rows_too_few_to_pack(monkeypatch, gated, few, most):
         check_forward(*make(51, gated=gated), stats=False, train=False)
 
 
-@pytest.mark.heavy
-def test_rows_in_pieces(monkeypatch):
-    monkeypatch.setattr(kernel, "CHUNK", 128 * 72)
-    check_forward(*make(140, share=0.15))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("gated", "most"), [(False, "CHUNK_PLAIN_TRAINING"), (True, "CHUNK")])
+def test_rows_in_pieces(monkeypatch, gated, most):
+    monkeypatch.setattr(kernel, most, 128 * 72)
+    check_forward(*make(140, gated=gated, share=0.15))
 
 
 GRADIENTS = ("x", "gate", "gate_bias", "up", "up_bias", "down", "down_bias", "weight")
@@ -286,10 +287,15 @@ def test_only_what_is_needed():
         check_backward(*make(8), needs=[name in wanted for name in GRADIENTS])
 
 
-@pytest.mark.heavy
-def test_backward_in_pieces(monkeypatch):
-    monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
-    check_backward(*make(140, share=0.05))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("of_x", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward_in_pieces(monkeypatch, gated, of_x):
+    """The dense gradients of overflow rows by 128 neurons, gradients that lie by columns by 64."""
+    monkeypatch.setattr(backward_kernel, "CHUNK", 140 * 128)
+    monkeypatch.setattr(columns, "BUFFER", 1)
+    x, b = make(140, N=300, gated=gated, share=0.05)
+    check_backward(x, b, needs=(of_x, *(True,) * 7), turned=(True, not gated, False))
 
 
 @pytest.mark.sample(1)

@@ -77,22 +77,45 @@ PRODUCTS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "K", "N"), PRODUCTS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_marked_product(dtype, M, K, N, bias):
+@pytest.mark.parametrize("k_major", [True, False])
+def test_marked_product(dtype, M, K, N, bias, k_major):
     torch.manual_seed(0)
     x, w = (torch.randn(s, K, device="cuda", dtype=dtype) for s in (M, N))
     w /= K**0.5
+    w = w if k_major else w.t().contiguous().t()
     b = torch.randn(N, device="cuda", dtype=dtype) if bias else None
     x[1, 3] = torch.nan
     assert hopper.applies(x, w)
     state = torch.full((M * 7 + 1,), -1, dtype=torch.int64, device="cuda")
     want = F.linear(x, w, b)
     for room in (False, True):
-        out, bitmask = hopper.product_with_bitmask(x, w, b, 0.3, state, room=room)
+        out = torch.full_like(want, torch.nan)
+        bitmask = hopper.product_with_bitmask(x, w, b, 0.3, out, state, room=room)
         assert not state.any()
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2, equal_nan=True)
         assert torch.equal(bitmask, bitmask_of(out.float(), 0.3))
         if not room:
             state.fill_(-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k_major", [True, False])
+@pytest.mark.parametrize(("M", "K", "N"), PRODUCTS)
+def test_marked_product_by_thresholds_of_neurons(dtype, k_major, M, K, N):
+    torch.manual_seed(0)
+    x, w = (torch.randn(s, K, device="cuda", dtype=dtype) for s in (M, N))
+    w /= K**0.5
+    w = w if k_major else w.t().contiguous().t()
+    thresholds = torch.randn(N, device="cuda", dtype=dtype)
+    x[1, 3] = torch.nan
+    state = torch.full((7,), -1, dtype=torch.int32, device="cuda")
+    out = x.new_empty(M, N)
+    bitmask = hopper.product_with_bitmask(x, w, None, -math.inf, out, state, thresholds=thresholds)
+    assert not state.any()
+    torch.testing.assert_close(out, F.linear(x, w), rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert torch.equal(bitmask, bitmask_of(out.float(), thresholds.float()))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 from test_relu_ffn import CAP, DEVICE, empty_packed, make
 from test_relu_ffn_hopper import bitmask_of
 
+from sparse_inductor.kernels.common import transpose
 from sparse_inductor.kernels.relu_ffn import backward, forward, popular
 from sparse_inductor.kernels.relu_ffn import packing as packer
 from sparse_inductor.ops import _relu_ffn_aten as aten
@@ -98,15 +99,15 @@ def test_what_they_add(gated, steps):
 def bitmasks(monkeypatch):
     """Hopper's product and its packing, made of ATen's operations and the portable packing."""
 
-    def product(x, weight, bias, threshold, state, room=False):
+    def product(x, weight, bias, threshold, out, state, room=False, thresholds=None):
         state.zero_()
-        gate = torch.nn.functional.linear(x, weight, bias)
-        return gate, bitmask_of(gate, threshold)
+        out.copy_(torch.nn.functional.linear(x, weight, bias))
+        return bitmask_of(out, threshold)
 
     monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(forward, "FEW", 0)
     monkeypatch.setattr(forward, "FEW_GATES", 0)
-    monkeypatch.setattr(forward.rows, "USE_PDL", False)
+    monkeypatch.setattr(transpose, "USE_PDL", False)
     monkeypatch.setattr(forward.hopper, "may_emit_bitmask", lambda *_: True)
     monkeypatch.setattr(forward.hopper, "product_with_bitmask", product)
 

@@ -69,7 +69,7 @@ def test_sums_by_row_and_by_column(sort, device, monkeypatch):
     sums = aten.outer(values, x, wanted, False)
     torch.testing.assert_close(topk_sums.outer(values, x, by, False), sums)
     monkeypatch.setattr(topk_sums, "TILE", 8)
-    monkeypatch.setattr(topk_sums, "TURNED", 1)
+    monkeypatch.setattr(topk_sums, "BUFFER", 1)
     turned = topk_sums.outer(values, x, by, True)
     torch.testing.assert_close(turned, sums)
     assert turned[0].t().is_contiguous()

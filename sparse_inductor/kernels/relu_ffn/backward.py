@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
+from ..common.transpose import row_major
 from . import dots as dot_rows
 from . import few, forward, listed, popular, rows
 from .columns import TokenLists, sums_by_neuron
-from .forward import Block, Packed, chunks, rows_of_table
+from .forward import Block, Packed, chunks
 
-# Elements of a dense chunk of overflow rows: each of three work tensors has 128 MiB at 16 bits.
+# Most elements of each of three work tensors for overflow rows: 128 MiB at 16 bits. Without a gradient of x, a quarter
+# of all, from a quarter of that on.
 CHUNK = 1 << 26
 
 
@@ -42,19 +44,22 @@ def backward(
     gated = b.up is not None
     # Rows of these weights are gathered only for the gradient of x and for popular neurons.
     gathered = needs[0] or len(packed.popular) > 0
-    gate, up = (None if t is None else rows_of_table(t) if gathered else t for t in (b.gate, b.up))
+    gate, up = (None if t is None else row_major(t) if gathered else t for t in (b.gate, b.up))
     assert gate is not None
 
-    def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+    def like(t: torch.Tensor | None, needed: bool, turned: bool = False) -> torch.Tensor | None:
         if t is None or not needed:
             return None
-        return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        made = t.new_empty(t.shape[::-1] if turned else t.shape)
+        return made.t() if turned else made
 
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias, weight)
-    dx, d_wg, d_bg, d_wu, d_bu, _, d_bd, d_weight = map(like, sources, needs)
+    of_gate, of_up, of_down = turned
+    by_columns = (False, of_gate, False, of_up, False, of_down, False, False)
+    dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd, d_weight = map(like, sources, needs, by_columns)
     by_gate = d_wg is not None or d_bg is not None
     by_up = d_wu is not None or d_bu is not None
-    by_down = needs[5] or d_weight is not None
+    by_down = d_wd is not None or d_weight is not None
 
     # One kernel computes the gradients of both weights and biases, so that each needs a buffer.
     into_gate = gate.new_empty(gate.shape) if d_wg is None else d_wg
@@ -62,8 +67,8 @@ def backward(
     scale = None if d_stats is None or weight is None else d_stats[4]
     by_neuron = by_gate or by_up or by_down
     lists = TokenLists.of(packed.count, packed.index, N) if by_neuron else None
-    table = rows.by_neuron(b.down)
-    d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
+    table = row_major(b.down.t())
+    d_table = d_wd.t() if d_wd is not None else torch.empty_like(table) if by_down else None
     entries = packed.count, packed.index, packed.gate
     d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
     d_up = torch.empty_like(packed.up) if gated else None
@@ -91,34 +96,34 @@ def backward(
     if common is not None:
         weights = (into_gate, into_up) if by_gate or by_up else ()
         common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
-    for part in chunks(len(x), N, CHUNK):  # one after the other: the work tensors are large
-        numbers = None if d_stats is None else d_stats[:, part]
-        rest = listed.Listed.of(packed.count[part], cap)
+    rest = listed.Listed.of(packed.count, cap)
+    # Chunks of neurons, one after the other: the work tensors are large. The gradient of x is rounded at each.
+    most = CHUNK if dx is not None else max(CHUNK // 4, min(CHUNK, len(x) * N // 4))
+    for part in chunks(N, len(x), most):
+        gate_part, up_part, down_part = gate[part], _of(up, part), b.down[:, part]
         made = listed.gradients(
-            x[part], dy[part], (gate, b.gate_bias), None if up is None else (up, b.up_bias), b.down,
-            numbers, weight, rest, b.f, b.g, b.zero_threshold, b.thresholds,
+            x, dy, (gate_part, _of(b.gate_bias, part)),
+            None if up_part is None else (up_part, _of(b.up_bias, part)), down_part,
+            d_stats, _of(weight, part), rest, b.f, b.g, b.zero_threshold, _of(b.thresholds, part),
         )  # fmt: skip
         if dx is not None:
-            second = None if up is None or made[1] is None else (made[1], up.t())
-            listed.product(made[0], gate.t(), dx[part], rest, second=second)
-        of_tokens = x[part], x[part], dy[part]
-        scales = None, None, None if scale is None else scale[part]
+            second = None if up_part is None or made[1] is None else (made[1], up_part.t())
+            add = part.start > 0
+            listed.product(made[0], gate_part.t(), dx, rest, second=second, add=add)
         sums = [
-            listed.Sum(values, tokens, into, bias, each)
-            for values, tokens, (into, bias), each in zip(made, of_tokens, wanted, scales)
+            listed.Sum(values, tokens, into[part], _of(bias, part), each)
+            for values, tokens, (into, bias), each in zip(
+                made, (x, x, dy), wanted, (None, None, scale)
+            )
             if values is not None and into is not None
         ]
         if sums:
             listed.add_sums(sums, rest)
     if d_bd is not None:
         torch.sum(dy, 0, out=d_bd)
-    made_of = (d_wg, d_wu, d_table.t() if needs[5] and d_table is not None else None)
-    d_wg, d_wu, d_wd = map(_laid_out, made_of, turned)
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd, d_weight]
 
 
-def _laid_out(gradient: torch.Tensor | None, turned: bool) -> torch.Tensor | None:
-    """A weight's gradient, column-major if `turned`, else row-major."""
-    if gradient is None:
-        return None
-    return rows.by_neuron(gradient).t() if turned else rows.by_neuron(gradient.t())
+def _of(t: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """What a tensor [N, ...] has for a range of neurons."""
+    return None if t is None else t[part]

@@ -11,17 +11,18 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import Program
 
+from ..common.transpose import row_major
 from . import decode, few, hopper, listed, popular, rows, statistics
 from . import dots as dot_rows
 from . import packing as packer
 
 # Elements of the gate projection per chunk: 2 GiB at 16 bits. Every chunk waits for its longest row: 131 072 tokens in
-# two chunks take 2 % longer than in one.
-CHUNK = 1 << 30
+# two chunks take 2 % longer than in one. The projection is what a training step without `up` (of an autoencoder, say)
+# takes most memory for: 96 MiB there.
+CHUNK, CHUNK_PLAIN_TRAINING = 1 << 30, 3 << 24
 # Rows, and gates, up to which dense products are used. If rows are not sparse, the few tiles of the listed rows'
 # products fill the GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to
 # 0.89x the speed at 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). If rows are sparse, this forgoes up
@@ -97,16 +98,21 @@ def is_few(M: int, N: int) -> bool:
 
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
-    """Cut M rows evenly into chunks of about `elements` elements of [M, N]."""
+    """Cut M rows evenly into chunks of about `elements` elements of [M, N]; a chunk is a multiple of 128 rows."""
     pieces = max(1, -(-M * N // elements))
     step = -(-M // pieces)
-    step = -(-step // 128) * 128  # whole row tiles
+    step = -(-step // 128) * 128
     return [slice(i, min(i + step, M)) for i in range(0, M, step)]
 
 
-def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
-    """A weight with unit stride along its rows: itself, or a copy if it is transposed (one pass over it)."""
-    return rows.by_neuron(weight.t())
+def _project(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out = x @ weight^T + bias."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def forward(
@@ -135,12 +141,12 @@ def forward(
             packed.count.fill_(cap + 1)  # nothing is kept
             packed.without_popular()
         return few.forward(x, b)
-    up = None if b.up is None else rows_of_table(b.up)
+    up = None if b.up is None else row_major(b.up)
     if packed is None and M > packer.MANY:
         # Among so many rows, one or two have more active neurons than usual; gathering for them takes less time than a
         # tile of dense products.
         cap *= 2
-    with_bitmask = b.thresholds is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
+    with_bitmask = hopper.may_emit_bitmask(x, b.gate, b.zero_threshold, b.thresholds)
     # No kernel is launched between the dot products and the weighted rows, which process each row once it is done.
     follows = up is not None and stats is None and dot_rows.follows(x, up)
     table = common = keep = None
@@ -149,23 +155,25 @@ def forward(
     elif packed is not None:
         packed.without_popular()
     totals = 32 * hopper.words(N) if common is not None else 0
-    parts = chunks(M, N, CHUNK)
+    parts = chunks(M, N, CHUNK_PLAIN_TRAINING if packed is not None and up is None else CHUNK)
+    projection = x.new_empty(parts[0].stop, N)
     for part in parts:
         m = part.stop - part.start
         wanted = None if stats is None else (stats.stats[:, part], stats.weight, stats.counts)
         state, more = packer.new_state(x.device, totals + m if follows else totals)
         ready = more[totals:] if follows else None
-        bitmask = None
+        bitmask, gate = None, projection[:m]
         # The memset precedes the gate projection: programmatic dependent launch needs the packing right behind that.
         if with_bitmask:
-            gate, bitmask = hopper.product_with_bitmask(
-                x[part], b.gate, b.gate_bias, b.zero_threshold, state, room=len(parts) == 1
-            )
+            bitmask = hopper.product_with_bitmask(
+                x[part], b.gate, b.gate_bias, b.zero_threshold, gate, state,
+                room=len(parts) == 1, thresholds=b.thresholds,
+            )  # fmt: skip
         else:
             state.zero_()
-            gate = F.linear(x[part], b.gate, b.gate_bias)
+            _project(x[part], b.gate, b.gate_bias, gate)
         if table is None:
-            table = rows.by_neuron(b.down, beside=with_bitmask)
+            table = row_major(b.down.t(), beside=with_bitmask)
         if packed is None:
             count = torch.empty(m, dtype=torch.int32, device=x.device)
             index = torch.empty(

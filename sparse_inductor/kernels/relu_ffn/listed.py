@@ -265,6 +265,7 @@ def _sum_of_parts(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.co
     last = tl.atomic_add(arrived + unit // splits, 1) == splits - 1
     tl.debug_barrier()
     if last:
+        tl.store(arrived + unit // splits, 0)
         acc = tl.zeros([BM, BN], tl.float32)
         first = unit // splits * splits
         for s in range(splits):
@@ -276,10 +277,11 @@ def _sum_of_parts(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.co
 @triton.jit
 def _product_kernel(
     a, b, c, d, bias, out, rows, length, parts, arrived,
-    M, N, stride_a, stride_bn, stride_bk, stride_dn, stride_dk, stride_o, K: tl.constexpr, PDL: tl.constexpr,
+    M, N, stride_a, stride_bn, stride_bk, stride_dn, stride_dk, stride_o,
+    K: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = a[row] @ b^T (+ c[row] @ d^T) + bias for the listed rows.
+    """out[row] = a[row] @ b^T (+ c[row] @ d^T) + bias for the listed rows; with ADD, that is added to out[row].
 
     If there are fewer tiles than programs, several programs split a tile's sum, and the last one to arrive adds the
     parts.
@@ -314,6 +316,8 @@ def _product_kernel(
                 acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
             at = out + row[:, None] * stride_o + n[None, :]
             mask = in_m[:, None] & in_n[None, :]
+            if ADD:
+                acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
             tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -325,8 +329,9 @@ def product(
     *,
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
+    add: bool = False,
 ) -> None:
-    """out[row] = a[row] @ b^T (+ second[0][row] @ second[1]^T) + bias for the listed rows.
+    """out[row] = a[row] @ b^T (+ second[0][row] @ second[1]^T) + bias for the listed rows, or out[row] += that.
 
     a: [M, K], unit stride along K; second[0] has the same strides. b: [N, K], any strides. out: [M, N].
     """
@@ -336,7 +341,7 @@ def product(
     _product_kernel[(programs,)](
         a, b, c, d, bias, out, listed.rows, listed.length, parts, listed.arrived,
         *out.shape, a.stride(0), *b.stride(), *d.stride(), out.stride(0), a.shape[1],
-        **pdl_options(a), **tile,
+        ADD=add, **pdl_options(a), **tile,
     )  # fmt: skip
 
 

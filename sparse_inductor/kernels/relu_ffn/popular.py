@@ -101,13 +101,13 @@ def choose(
 
 @triton.jit
 def _row(
-    table, rows, popular, width, stride_t, stride_r, ADD: tl.constexpr, BLOCK: tl.constexpr
+    table, rows, popular, width, stride_t, stride_tc, stride_r, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """rows[p] = table[popular[p]], or if ADD table[popular[p]] += rows[p], for BLOCK columns of row p."""
     p = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < width
-    of_table = table + tl.load(popular + p) * stride_t + c
+    of_table = table + tl.load(popular + p) * stride_t + c.to(tl.int64) * stride_tc
     of_rows = rows + p * stride_r + c
     v = tl.load(of_table, mask=mask, other=0.0)
     if ADD:
@@ -120,17 +120,17 @@ def _row(
 @relaunched
 @triton.jit
 def _rows_kernel(
-    t0, r0, w0, st0, sr0, t1, r1, w1, st1, sr1, t2, r2, w2, st2, sr2, popular,
+    t0, r0, w0, st0, sc0, sr0, t1, r1, w1, st1, sc1, sr1, t2, r2, w2, st2, sc2, sr2, popular,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_row` for up to three tables."""
     which = tl.program_id(2)
     if which == 0:
-        _row(t0, r0, popular, w0, st0, sr0, ADD, BLOCK)
+        _row(t0, r0, popular, w0, st0, sc0, sr0, ADD, BLOCK)
     if t1 is not None and which == 1:
-        _row(t1, r1, popular, w1, st1, sr1, ADD, BLOCK)
+        _row(t1, r1, popular, w1, st1, sc1, sr1, ADD, BLOCK)
     if t2 is not None and which == 2:
-        _row(t2, r2, popular, w2, st2, sr2, ADD, BLOCK)
+        _row(t2, r2, popular, w2, st2, sc2, sr2, ADD, BLOCK)
 
 
 def _launch_rows(
@@ -139,8 +139,8 @@ def _launch_rows(
     """rows = table[popular], or if `add` table[popular] += rows, for one to three pairs (table [N, *], rows [P, *])."""
     given: list[Any] = []
     for table, rows in pairs:
-        given += [table, rows, rows.shape[1], table.stride(0), rows.stride(0)]
-    given += [None, None, 1, 1, 1] * (3 - len(pairs))
+        given += [table, rows, rows.shape[1], *table.stride(), rows.stride(0)]
+    given += [None, None, 1, 1, 1, 1] * (3 - len(pairs))
     widest = max(rows.shape[1] for _, rows in pairs)
     block = min(2048, triton.next_power_of_2(widest))
     _rows_kernel[(len(popular), triton.cdiv(widest, block), len(pairs))](

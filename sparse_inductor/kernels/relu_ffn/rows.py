@@ -1,4 +1,4 @@
-"""Weighted sums of the table rows of each packed row's active neurons, and the tables. See `relu_ffn.gather`."""
+"""Weighted sums of the table rows of each packed row's active neurons. See `relu_ffn.gather`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
-from ..common.pdl import USE_PDL, let_next_start, pdl_options, wait_for_previous
+from ..common.pdl import let_next_start, pdl_options, wait_for_previous
 from . import gather
 from .gather import (
     FLIGHT,
@@ -25,53 +25,6 @@ from .packing import n_listed
 # Columns of a sum per program, which has one warp with loads of 16 bytes a thread. Programs of all rows process the
 # same columns before the next ones, so that those stay in L2; a wide row is spread over several programs.
 WIDTH = 256
-
-
-@relaunched
-@triton.jit
-def _transpose_kernel(
-    weight, out, D, N, stride_d, stride_n, stride_o,
-    BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr,
-):  # fmt: skip
-    """Copy weight [D, N] to out [N, D], one tile per program.
-
-    BESIDE: run beside the end of the preceding kernel, which does not write the weight. One program waits for that
-    kernel at its end, so that a kernel which waits for this one waits for both.
-    """
-    if BESIDE:
-        tl.extra.cuda.gdc_launch_dependents()
-    tiles_d = tl.cdiv(D, BD)
-    d = tl.program_id(0) % tiles_d * BD + tl.arange(0, BD)
-    n = tl.program_id(0) // tiles_d * BN + tl.arange(0, BN)
-    mask = (d < D)[:, None] & (n < N)[None, :]
-    w = tl.load(
-        weight + d[:, None].to(tl.int64) * stride_d + n[None, :].to(tl.int64) * stride_n,
-        mask=mask,
-        other=0.0,
-    )
-    to = out + n[:, None].to(tl.int64) * stride_o + d[None, :]
-    tl.store(to, tl.trans(w), mask=tl.trans(mask))
-    if BESIDE and tl.program_id(0) == 0:
-        tl.extra.cuda.gdc_wait()
-
-
-def by_neuron(weight: torch.Tensor, beside: bool = False) -> torch.Tensor:
-    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view, or a copy (one pass over the weight).
-
-    beside: copy while the preceding kernel ends, which triggers its dependents early and does not write the weight.
-    """
-    if weight.stride(0) == 1:
-        return weight.t()
-    D, N = weight.shape
-    out = weight.new_empty(N, D)
-    # 64 x 64 at 16 bits: 128-byte runs on both sides.
-    tile = 64 if weight.is_cuda else 32
-    beside = beside and USE_PDL
-    _transpose_kernel[(triton.cdiv(D, tile) * triton.cdiv(N, tile),)](
-        weight, out, D, N, *weight.stride(), out.stride(0),
-        BD=tile, BN=tile, BESIDE=beside, num_warps=4, **({"launch_pdl": True} if beside else {}),
-    )  # fmt: skip
-    return out
 
 
 @triton.jit

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.launch import launch, relaunched
+from ..common.launch import relaunched
+from ..common.transpose import row_major
 from ..relu_ffn import dots, listed, packing, rows
 from ..relu_ffn.columns import TokenLists, sums_by_neuron
-from .sums import addressable, table_of
+from .sums import addressable
 
 # (count [M], the number of a row's non-zeros; index and values [M, capacity] of rows that fit)
 Entries = tuple[Tensor, Tensor, Tensor]
@@ -33,7 +34,7 @@ def _listed(entries: Entries) -> listed.Listed:
 
 def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
     """h [M, N] @ weight [N, D]."""
-    h, table = addressable(h), table_of(weight, launch)
+    h, table = addressable(h), row_major(weight)
     y = h.new_empty(len(h), table.shape[1])
     rows.weighted_rows(*entries, table, y)
     listed.product(h, table.t(), y, _listed(entries))
@@ -65,7 +66,7 @@ def _put_kernel(count, index, values, out, N, CAP: tl.constexpr, BLOCK: tl.const
 
 def masked_matmul(entries: Entries, x: Tensor, weight: Tensor) -> Tensor:
     """x [M, D] @ weight [N, D]^T at the entries, 0 elsewhere; rows that overflow are computed at all columns."""
-    x, table = addressable(x), table_of(weight, launch)
+    x, table = addressable(x), row_major(weight)
     count, index, values = entries
     cap = index.shape[1]
     out, found = x.new_zeros(len(x), len(weight)), torch.empty_like(values)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
+from ..common.transpose import TILE, row_major, transpose
 from ..relu_ffn.columns import TokenLists, sum_entries, sum_options
 
 # Choices of the columns of a weight per program, of which the largest that stays in L2 (50 MB on an H100) is taken: all
@@ -24,42 +25,13 @@ RESIDENT = 36 << 20
 ENTRIES = 8
 # Upper bound in bytes for the bit masks of `TokenLists`; a sort replaces them where they would be larger.
 MASKS = 256 << 20
-# Tile of the transposition, 128-byte runs of 16-bit elements on both sides; and bytes of a gradient that are buffered
-# before they are transposed.
-TILE, TURNED = 64, 128 << 20
+# Bytes of a column-major gradient that are buffered before they are transposed.
+BUFFER = 128 << 20
 
 
 def addressable(t: Tensor) -> Tensor:
     """t, or a copy of it, with unit stride along its rows."""
     return t if t.stride(1) == 1 else t.contiguous()
-
-
-@triton.jit(do_not_specialize=["first"])
-def _turn_kernel(weight, out, first, N, D, stride, stride_out, TILE: tl.constexpr):
-    """Program (i, j) copies a tile of weight [N, D], column-major, to out[:, first:], row-major."""
-    n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    d = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    here = (d < D)[:, None] & (n < N)[None, :]
-    w = tl.load(weight + d[:, None] * stride + n[None, :], mask=here, other=0.0)
-    tl.store(out + n[:, None] * stride_out + (first + d)[None, :], tl.trans(w), mask=tl.trans(here))
-
-
-def table_of(weight: Tensor, run: Launcher) -> Tensor:
-    """weight [N, D], or a copy of it, with unit stride along its rows."""
-    if weight.stride(0) != 1 or weight.stride(1) == 1:
-        return addressable(weight)
-    out = weight.new_empty(weight.shape)
-    _turn(weight, out, 0, run)
-    return out
-
-
-def _turn(weight: Tensor, out: Tensor, first: int, run: Launcher) -> None:
-    """out[:, first:] = weight, which has unit stride along its columns."""
-    N, D = weight.shape
-    tile = TILE if weight.is_cuda else 16
-    grid = triton.cdiv(N, tile), triton.cdiv(D, tile)
-    args = weight, out, first, N, D, weight.stride(1), out.stride(0)
-    run(_turn_kernel, grid, args, {"TILE": tile}, 4)
 
 
 def _width(table: Tensor) -> int:
@@ -101,7 +73,7 @@ def decode(
     run: Launcher = launch,
 ) -> Tensor:
     """y[m] = bias + the sum over i of values[m, i] * weight[indices[m, i]]. run: launches the kernel."""
-    table = table_of(weight, run)
+    table = row_major(weight, run)
     y = values.new_empty(len(values), table.shape[1])
     width, D = _width(table), table.shape[1]
     constants = {
@@ -139,7 +111,7 @@ def _dots_kernel(
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
     """values[m, i] = x[m] . weight[indices[m, i]]. run: launches the kernel."""
-    x, table = addressable(x), table_of(weight, run)
+    x, table = addressable(x), row_major(weight, run)
     values = x.new_empty(indices.shape)
     (M, k), D = indices.shape, table.shape[1]
     width = WIDTHS[-1] if x.is_cuda else 32
@@ -255,11 +227,11 @@ def outer(
     parts = triton.cdiv(D, constants["WIDTH"])
     lists = *by, x, values, sums, sides
     run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 1)
-    step = max(1, TURNED // (D * x.element_size() * TILE)) * TILE if turned else N
+    step = max(1, BUFFER // (D * x.element_size() * TILE)) * TILE if turned else N
     for first in range(0, N, step):
         rows = x.new_empty(min(step, N - first), D) if turned else out
         args = *lists, rows, bias, first, D, x.stride(0)
         run(_outer_kernel, (len(rows), parts), args, constants, 1)
         if turned:
-            _turn(rows.t(), out, first, run)
+            transpose(rows, out, first, run)
     return out.t() if turned else out, bias
