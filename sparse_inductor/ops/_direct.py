@@ -23,7 +23,6 @@ from .. import compat
 from ._dispatch import (
     functions,
     has_layers,
-    large_scratch,
     layered,
     on_gpu,
     replays,
@@ -69,7 +68,7 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     elif settled and has_layers(fn) and replays():
         from ..kernels.common.replay import Site
 
-        run = layered(fn, Site(fn, fn in large_scratch))
+        run = layered(fn, Site(fn))
     else:
         run = on_gpu(fn)
 

@@ -41,9 +41,6 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
         return op(*args)
 
 
-# Functions with many launches, which free next to nothing on the way: see `kernels.common.replay`.
-large_scratch: set[Callable[..., Any]] = set()
-
 # By what computes them on a GPU.
 _operators: dict[Callable[..., Any], Operator] = {}
 
@@ -75,7 +72,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn
         from ..kernels.common.replay import replayed
 
-        return replayed(fn, fn in large_scratch)
+        return replayed(fn)
 
     return layered(fn, lambda *args: replaying()(*args))
 

@@ -46,7 +46,6 @@ from ._dispatch import (
     call_below_autograd,
     define,
     first_order,
-    large_scratch,
     outside_transforms,
     register,
 )
@@ -485,7 +484,6 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
     return rule.backward(rule.outputs[:2], rule.outputs[3:], rule.inputs)
 
 
-large_scratch.update((_infer, _train, _backward))
 register(_lib, "relu_ffn", _infer, _fake, _shared_inference, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)

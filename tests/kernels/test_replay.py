@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -228,6 +229,53 @@ def test_the_third_call_is_replayed_with_its_own_values():
     assert kernel.launched == 12
     for x, y in kept:  # no call wrote into another's result
         torch.testing.assert_close(y, 4 * x)
+
+
+def test_scratch_memory_is_shared_by_what_is_used_one_after_the_other():
+    """Seven launches read what the one in front of them wrote; the one after them reads the first tensor again."""
+    kernel, freed = Kernel(double), []
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = at = torch.empty_like(x)
+        launch(kernel, (1,), (x, at, x.numel()), {"F": 2}, 4)
+        for _ in range(7):
+            before, at = at, torch.empty_like(x)
+            launch(kernel, (1,), (before, at, x.numel()), {"F": 2}, 4)
+            ref = weakref.ref(before.untyped_storage())
+            del before
+            freed.append(ref() is None)
+        total = x.new_zeros(len(x))
+        again, out = torch.empty_like(x), torch.empty_like(x)
+        launch(kernel, (1,), (first, again, x.numel()), {"F": 2}, 4)
+        launch(kernel, (1,), (at, out, x.numel()), {"F": 2}, 4)
+        return out, total.add_(again)
+
+    call = replay.replayed(fn)
+    for _ in range(5):
+        x = torch.randn(1024)
+        out, total = call(x)
+        torch.testing.assert_close(out, 512 * x)
+        torch.testing.assert_close(total, 4 * x)
+    assert freed == 2 * [False, *[True] * 6]  # while it is recorded, too
+    (plan,) = replay._plans.values()
+    assert 4 * x.nbytes <= plan._scratch < 6 * x.nbytes
+
+
+def test_another_tensor_at_an_address_that_was_freed_is_not_the_one_before():
+    kernel = Kernel(lambda *_: None)
+
+    def fn(x: Tensor) -> Tensor:
+        made, out = torch.empty(20), torch.empty_like(x)
+        launch(kernel, (1,), (x, made, 20), {}, 4)
+        there = (ctypes.c_float * 20).from_address(made.data_ptr())
+        del made
+        launch(kernel, (1,), (torch.frombuffer(there, dtype=torch.float32), out, 20), {}, 4)
+        return out
+
+    call = replay.replayed(fn)
+    for x in draws(3):
+        call(x)
+    assert [*replay._plans.values()] == [None]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Programmatic dependent launch (PDL): a kernel starts while the preceding one ends. Compute capability 9."""
+"""Programmatic dependent launch (PDL): a kernel starts while the preceding one ends. Compute capability 9.
+
+Until all kernels in front of the preceding one have ended, a kernel may access only memory that an earlier step of the
+call has used: replayed calls share memory on this condition (`placement`).
+"""
 
 from __future__ import annotations
 

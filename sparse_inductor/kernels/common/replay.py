@@ -3,12 +3,12 @@
 Checks, plans, allocations and views take 0.1 to 0.5 ms of host time per call, more than the kernels of a small batch.
 None of it depends on the values of the tensors. So the second call with the same shapes, strides, dtypes, alignments
 and options is recorded as a plan: its allocations, launches and ATen calls. Later calls repeat the plan with the
-addresses of the new tensors. Memory that is not returned comes from one allocation, and one C function makes all
-launches and matrix products between two other ATen calls (`launches`).
+addresses of the new tensors. Memory that is not returned comes from one allocation, in which tensors with disjoint
+lifetimes share memory (`placement`), and one C function makes all launches and matrix products between two other ATen
+calls (`launches`).
 
 A call that does anything else (reads a number from the GPU, uses another stream or a tensor from an earlier call) is
-not recorded and always runs its Python code; so does a call that allocates more than `MOST_SCRATCH`, whose kernels take
-longer than the host. An operator with many launches, which frees hardly any memory before its end, has larger limits.
+not recorded and always runs its Python code; so does a call that needs more than `MOST_SCRATCH`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,15 +30,12 @@ from ...compat.triton import KernelLaunch, kernel_launch, kernel_parameters
 from . import launch as launching
 from .ahead import compile_ahead
 from .launches import Address, LaunchList, Parameter, TensorMap, View, available
+from .placement import placed
 
 log = logging.getLogger(__name__)
 
-# Most bytes of scratch memory: a replayed call does not reuse memory that the recorded call freed.
-MOST_SCRATCH = 64 * 2**20
-MOST_SCRATCH_LARGE = 1536 * 2**20
-# Most bytes that are kept alive until the end of the recorded call.
-MOST_KEPT = 256 * 2**20
-MOST_KEPT_LARGE = 2048 * 2**20
+# Most bytes of memory that a replayed call allocates and does not return. It holds them until its end.
+MOST_SCRATCH = 1536 * 2**20
 # Most plans, some kilobytes each; a program of more shapes starts over.
 MOST_PLANS = 1024
 # Alignment of scratch memory in bytes: kernels align their own buffers up to this. Results, and tensors that ATen is
@@ -87,12 +85,12 @@ def forget() -> None:
     _plans.clear()
 
 
-def replayed(fn: Callable[..., Any], large: bool = False) -> Callable[..., Any]:
+def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the device function of an operator, whose calls are then replayed.
 
     Its arguments are tensors, None, numbers, strings, dtypes and lists of these; it returns new tensors, None, or
     tuples and lists of them. Its control flow may depend on the arguments' layouts and `compat.launch_settings` alone.
-    large: use the larger limits."""
+    """
 
     last: tuple[list[Hashable], Any] = [], None
 
@@ -109,7 +107,7 @@ def replayed(fn: Callable[..., Any], large: bool = False) -> Callable[..., Any]:
             settled = (fn, *key)
             plan = _plans.get(settled)
             if type(plan) is not _Plan:
-                return _first(fn, args, settled, plan, inputs, large)
+                return _first(fn, args, settled, plan, inputs)
             last = key, plan
         return fn(*args) if launching.profiler_attached() else plan.run(inputs, addresses)
 
@@ -122,11 +120,10 @@ def _first(
     key: Hashable,
     found: Any,
     inputs: list[Tensor],
-    large: bool,
 ) -> Any:
     """A call without a plan. found: _ONCE if it is the second call, which is recorded."""
     if found is _ONCE:
-        return _record(fn, args, key, inputs, large)
+        return _record(fn, args, key, inputs)
     if key not in _plans:
         if len(_plans) >= MOST_PLANS:
             forget()
@@ -174,15 +171,13 @@ def _describe(
 class Site:
     """A call site in generated code, where only the tensors' addresses and values differ from call to call.
 
-    fn, large: as for `replayed`. kept: trailing arguments that are the same at every call, tensors' addresses included.
+    fn: as for `replayed`. kept: trailing arguments that are the same at every call, tensors' addresses included.
     Once there is a plan, the plan is not looked up again: only the alignment of the addresses, aliasing, and the launch
     settings are checked.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], large: bool = False, kept: Sequence[Any] = ()
-    ) -> None:
-        self._fn, self._usual = fn, replayed(fn, large)
+    def __init__(self, fn: Callable[..., Any], kept: Sequence[Any] = ()) -> None:
+        self._fn, self._usual = fn, replayed(fn)
         self._kept, self._kept_tensors = tuple(kept), _tensors_in(kept)
         self._kept_addresses = [t.data_ptr() for t in self._kept_tensors]
         self._plan: _Plan | None = None
@@ -244,14 +239,12 @@ def _unplannable(why: str) -> Any:
     raise _Unplannable(why)
 
 
-def _record(
-    fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], large: bool
-) -> Any:
+def _record(fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor]) -> Any:
     """Make the call and store its plan, or None if it is not replayable."""
     if not _one_at_a_time.acquire(blocking=False):
         return fn(*args)
     try:
-        recording = _Recording(inputs, large)
+        recording = _Recording(inputs)
         with recording, launching.observing(recording.launched, recording.unknown):
             result = fn(*args)
         try:
@@ -264,6 +257,17 @@ def _record(
         _one_at_a_time.release()
 
 
+class _Made(NamedTuple):
+    """A tensor that the call makes, and may free: its storage, which is not kept alive, its address, and the bytes of
+    the storage and of the tensor."""
+
+    storage: weakref.ref[Any]
+    address: int
+    room: int
+    size: int
+    layout: tuple[Any, ...]
+
+
 class _Recording(TorchDispatchMode):
     """Records the steps of a call, in order.
 
@@ -272,14 +276,13 @@ class _Recording(TorchDispatchMode):
     tensors that ATen operators return.
     """
 
-    def __init__(self, inputs: list[Tensor], large: bool) -> None:
+    def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self._inputs = inputs
-        self._most_kept = MOST_KEPT_LARGE if large else MOST_KEPT
-        self._most_scratch = MOST_SCRATCH_LARGE if large else MOST_SCRATCH
         self._device = inputs[0].device
         self._stream = compat.raw_stream(self._device)
-        self._made: list[Tensor] = []  # kept alive, so that no address is allocated twice
+        self._made: list[_Made] = []
+        self._last_at: dict[int, int] = {}  # the last one of them by the address of its storage
         self._results: set[int] = set()  # which of them an ATen operator returned
         self._passed: set[int] = set()  # which of them an ATen operator was given
         self._divided: set[int] = set()  # which of them were used from a later element on
@@ -301,11 +304,12 @@ class _Recording(TorchDispatchMode):
         return out
 
     def _keep(self, t: Tensor) -> None:
-        self._made.append(t)
         if t.device != self._device:
             raise _Unplannable(f"a tensor on {t.device}")
-        if sum(map(_storage_bytes, self._made)) > self._most_kept:
-            raise _Unplannable("too much memory")
+        storage = t.untyped_storage()
+        self._last_at[storage.data_ptr()] = len(self._made)
+        sizes = storage.nbytes(), _bytes(t)
+        self._made.append(_Made(weakref.ref(storage), t.data_ptr(), *sizes, _layout(t)))
 
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if func in _OF_DTYPES:
@@ -362,6 +366,7 @@ class _Recording(TorchDispatchMode):
     def _give_up(self, why: str) -> None:
         self._why = why
         self._made.clear()
+        self._last_at.clear()
         self._steps.clear()
 
     def unknown(self, why: str) -> None:
@@ -399,7 +404,13 @@ class _Recording(TorchDispatchMode):
 
     def _known(self, t: Tensor) -> bool:
         storage = t.untyped_storage().data_ptr()
-        return any(storage == x.untyped_storage().data_ptr() for x in (*self._inputs, *self._made))
+        given = any(storage == x.untyped_storage().data_ptr() for x in self._inputs)
+        return given or self._made_at(storage) is not None
+
+    def _made_at(self, storage: int) -> int | None:
+        """Which tensor made during the call has the storage at this address; None for one that has been freed."""
+        i = self._last_at.get(storage)
+        return None if i is None or self._made[i].storage() is None else i
 
     def _locate(self, t: Tensor) -> Address | None:
         """The address of the tensor's first element; None for an empty tensor."""
@@ -407,11 +418,12 @@ class _Recording(TorchDispatchMode):
         if address == 0:
             return None
         storage = t.untyped_storage().data_ptr()
-        for i, made in enumerate(self._made):
-            if made.untyped_storage().data_ptr() == storage:
-                if address != made.data_ptr():
-                    self._divided.add(i)
-                return Address(len(self._inputs) + i, address - made.data_ptr())
+        i = self._made_at(storage)
+        if i is not None:
+            offset = address - self._made[i].address
+            if offset:
+                self._divided.add(i)
+            return Address(len(self._inputs) + i, offset)
         given = [i for i, x in enumerate(self._inputs) if x.untyped_storage().data_ptr() == storage]
         if len({self._inputs[i].data_ptr() for i in given}) > 1:
             # Inputs that share a storage in this call may not in the next one.
@@ -433,28 +445,26 @@ class _Recording(TorchDispatchMode):
             raise _Unplannable("two results share memory")
         allocated = [i for i in own if i not in self._results]
         # ATen takes tensors: a view of the scratch memory takes more host time than an allocation.
-        single = {
-            i
-            for i in self._passed
-            if i >= 0 and _storage_bytes(self._made[i]) == _bytes(self._made[i])
-        }
+        single = {i for i in self._passed if i >= 0 and self._made[i].room == self._made[i].size}
         allocated += sorted(single - self._results - self._divided - {*allocated})
-        at: dict[int, Address] = {}
-        size = kept = 0
-        for i, t in enumerate(self._made):
-            if i in self._results:
-                place = sorted(self._results).index(i)
-                at[count + i] = Address(count + len(allocated) + 1 + place, 0)
-                kept += _storage_bytes(t)
-            elif i in allocated:
-                at[count + i] = Address(count + allocated.index(i), 0)
-                kept += _storage_bytes(t) if i not in own else 0
-            else:
-                size += (t.data_ptr() - size) % _PAGE
-                at[count + i] = Address(count + len(allocated), size)
-                size += _storage_bytes(t)
-        if size + kept > self._most_scratch:
-            raise _Unplannable(f"{size + kept} bytes of scratch memory")
+        results = sorted(self._results)
+        one_by_one = {*allocated, *results}
+        lifetimes = _lifetimes(self._steps)
+        scratch = [b for b in lifetimes if b >= count and b - count not in one_by_one]
+        parts = [self._made[b - count] for b in scratch]
+        offsets, size = placed(
+            [t.room for t in parts],
+            [t.address % _PAGE for t in parts],
+            [lifetimes[b] for b in scratch],
+            _PAGE,
+        )
+        at = {b: Address(count + len(allocated), offset) for b, offset in zip(scratch, offsets)}
+        at |= {count + i: Address(count + n, 0) for n, i in enumerate(allocated)}
+        first = count + len(allocated) + 1
+        at |= {count + i: Address(first + n, 0) for n, i in enumerate(results)}
+        size_of_all = size + sum(self._made[i].room for i in one_by_one - {*own})
+        if size_of_all > MOST_SCRATCH:
+            raise _Unplannable(f"{size_of_all} bytes of scratch memory")
 
         def moved(place: Address) -> Address:
             to = at.get(place.base, Address(place.base, 0))
@@ -463,11 +473,11 @@ class _Recording(TorchDispatchMode):
         views = [None if v is None else v._replace(at=moved(v.at)) for v in returned]
         owned = {v.at.base: v for v in views if v is not None}
         made = [
-            owned[count + n][1:] if i in own else _layout(self._made[i])
+            owned[count + n][1:] if i in own else self._made[i].layout
             for n, i in enumerate(allocated)
         ]
         bases = [*map(_layout, self._inputs), *made, None]
-        bases += [_layout(self._made[i]) for i in sorted(self._results)]
+        bases += [self._made[i].layout for i in results]
         layouts = _Layouts(count, len(made), size, bases)
         steps = _moved(self._steps, moved)
         return _Plan(self._device, layouts, steps, _built(shape, views, layouts))
@@ -484,14 +494,10 @@ class _Recording(TorchDispatchMode):
         view = self._view(result)
         if view.at.base < len(self._inputs) or view.at.offset:
             raise _Unplannable("a result is a part of another tensor")
-        if _storage_bytes(result) > _bytes(result):
+        if result.untyped_storage().nbytes() > _bytes(result):
             raise _Unplannable("a result is a part of what was made")
         found.append(view)
         return _Number(len(found) - 1)
-
-
-def _storage_bytes(t: Tensor) -> int:
-    return t.untyped_storage().nbytes()
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:
@@ -556,6 +562,19 @@ def _moved(a: Any, moved: Callable[[Address], Address]) -> Any:
     if type(a) in (list, tuple):
         return type(a)(_moved(e, moved) for e in a)
     return a
+
+
+def _lifetimes(steps: Sequence[_Step]) -> dict[int, tuple[int, int]]:
+    """By base, the first and the last step that uses an address on it."""
+    found: dict[int, tuple[int, int]] = {}
+    for n, step in enumerate(steps):
+
+        def use(place: Address, n: int = n) -> Address:
+            found[place.base] = found.get(place.base, (n, n))[0], n
+            return place
+
+        _moved(step, use)
+    return found
 
 
 # --- Replaying --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""Places in one allocation for tensors that are not all used at the same time."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+# Steps between two tensors that share memory. With programmatic dependent launch a kernel may write to new memory while
+# its predecessor runs, but not before all kernels in front of that one have ended (`pdl`): one step is sufficient.
+BETWEEN = 1
+
+
+def placed(
+    sizes: Sequence[int],
+    residues: Sequence[int],
+    lifetimes: Sequence[tuple[int, int]],
+    alignment: int,
+) -> tuple[list[int], int]:
+    """(offset of each tensor, bytes of all together).
+
+    residues: of the offsets, modulo `alignment`. lifetimes: first and last step that uses the tensor. The largest
+    tensor is placed first, each at the lowest offset that is free during its lifetime.
+    """
+    offsets = [0] * len(sizes)
+    taken: list[tuple[int, int, int]] = []  # (begin, end, tensor), sorted
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = residues[i]
+        first, last = lifetimes[i]
+        for begin, end, other in taken:
+            before, after = lifetimes[other]
+            if after + BETWEEN < first or last + BETWEEN < before:
+                continue
+            if at + sizes[i] <= begin:
+                break
+            at = max(at, end + (residues[i] - end) % alignment)
+        offsets[i] = at
+        bisect.insort(taken, (at, at + sizes[i], i))
+    return offsets, max((end for _, end, _ in taken), default=0)

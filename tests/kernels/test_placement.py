@@ -1,0 +1,46 @@
+"""Places in one allocation: tensors share memory only if a step lies between their lifetimes."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_inductor.kernels.common.placement import BETWEEN, placed
+
+ALIGNMENT = 16
+SPANS = st.tuples(st.integers(0, 12), st.integers(0, 4)).map(lambda t: (t[0], t[0] + t[1]))
+TENSORS = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, ALIGNMENT - 1), SPANS), max_size=12
+)
+
+
+def of(tensors: list[tuple[int, int, tuple[int, int]]]) -> tuple[list[int], int]:
+    return placed(*([t[n] for t in tensors] for n in range(3)), ALIGNMENT)
+
+
+@given(TENSORS)
+def test_what_is_used_at_the_same_time_shares_nothing(tensors):
+    offsets, total = of(tensors)
+    for offset, (size, residue, _) in zip(offsets, tensors, strict=True):
+        assert offset >= 0 and offset % ALIGNMENT == residue and offset + size <= total
+    for (a, (size, _, one)), (b, (other, _, two)) in itertools.combinations(
+        zip(offsets, tensors), 2
+    ):
+        steps = {*range(one[0] - BETWEEN, one[1] + BETWEEN + 1)}
+        if not steps.isdisjoint(range(two[0], two[1] + 1)) and size and other:
+            assert a + size <= b or b + other <= a
+    assert total <= sum(size + ALIGNMENT for size, *_ in tensors)
+    assert (offsets, total) == of(tensors)
+
+
+def test_a_chain_takes_three_places():
+    """Each step reads the tensor of the step before: one step lies between a tensor and the third after it."""
+    offsets, total = of([(32, 0, (n, n + 1)) for n in range(9)])
+    assert offsets == [0, 32, 64] * 3 and total == 96
+
+
+def test_the_largest_is_placed_first():
+    """One that is used all the time does not keep two large ones from sharing."""
+    assert of([(16, 0, (0, 9)), (64, 0, (0, 2)), (64, 0, (5, 9))]) == ([64, 0, 0], 80)
