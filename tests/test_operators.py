@@ -38,6 +38,9 @@ def programs(batch: int, length: int):
     )
     kept = torch.arange(length).expand(batch, -1) % 3 > 0
     lengths = torch.arange(batch) % (length + 1)
+    apart = torch.arange(
+        6.0
+    )  # where all rows of a weight are equal, rounding would say which are the largest
     return {
         "relu_ffn": (lambda x, w, d: block(x, w, d), (x, square, (4, 6))),
         "relu_ffn_gated": (
@@ -93,13 +96,13 @@ def programs(batch: int, length: int):
         "sparse_scores_topk": (
             lambda q: scores(q, offsets=torch.tensor([0, 3, 3, 4]), k=2)[0], ((batch, 4),),
         ),
-        "topk_encode": (lambda x, w, b: ops.topk_encode(x, w, b, k=2)[0], (x, square, (6,))),
+        "topk_encode": (lambda x, w, b: ops.topk_encode(x, w, b + apart, k=2)[0], (x, square, (6,))),
         "topk_encode_scores": (
-            lambda x, w: ops.topk_encode(x, w, k=2, scores=x.detach() @ w.detach().t(), ordered=False)[0],
+            lambda x, w: ops.topk_encode(x, w, k=2, scores=(x @ w.t() + apart).detach(), ordered=False)[0],
             (x, square),
         ),
         "topk_encode_shift": (
-            lambda x, w, s: ops.topk_encode(x, w, k=2, shift=s)[0], (x, square, (4,)),
+            lambda x, w, s: ops.topk_encode(x, w, apart, k=2, shift=s)[0], (x, square, (4,)),
         ),
         "sparse_decode": (
             lambda v, w, b: ops.sparse_decode(v, torch.arange(4).expand(v.shape), w, b), (x, square, (4,)),

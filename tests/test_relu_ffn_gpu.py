@@ -173,7 +173,7 @@ def test_adapters_compiled(tokens, K, N):
     assert error(ours, truth) <= 1.1 * error(theirs, truth)
 
 
-# The down weights are turned round while gates are made (1 700, 4 100), or where rows turn out to be sparse (2 304).
+# The down weights are transposed while gates are made (1 700, 4 100), or where rows turn out to be sparse (2 304).
 @pytest.mark.usefixtures("small_blocks_are_packed")
 @pytest.mark.parametrize("M", [300, 1700, 2304, 4100])
 def test_a_graph_follows_the_density(M):
@@ -193,8 +193,8 @@ def test_a_graph_follows_the_density(M):
 def test_unusual_strides_and_shapes():
     x, w = make(77, K=200, N=333, D=75, share=0.1)
     truth = dense(x.double(), {k: double(v) for k, v in w.items()})
-    turned = {k: None if v is None else v.t().contiguous().t() for k, v in w.items()}
-    assert error(relu_ffn(x.t().contiguous().t(), **turned), truth) < 1e-2
+    transposed = {k: None if v is None else v.t().contiguous().t() for k, v in w.items()}
+    assert error(relu_ffn(x.t().contiguous().t(), **transposed), truth) < 1e-2
 
 
 class Block(nn.Module):

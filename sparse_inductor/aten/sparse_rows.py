@@ -102,11 +102,11 @@ def cut_up(entry: Tensor, start: Tensor, total: Tensor) -> Columns:
     return Columns(entry, start, total, several.cumsum(0, dtype=torch.int32))
 
 
-def outer(values: Tensor, x: Tensor, by: Columns, turned: bool) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). turned: the first lie by
-    columns."""
+def outer(values: Tensor, x: Tensor, by: Columns, column_major: bool) -> tuple[Tensor, Tensor]:
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the layout of
+    the first."""
     sums, totals = _outer(values, x, by)
-    return sums.t().contiguous().t() if turned else sums, totals
+    return sums.t().contiguous().t() if column_major else sums, totals
 
 
 def _outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:

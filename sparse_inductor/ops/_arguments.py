@@ -39,12 +39,12 @@ def known(*sizes: object) -> bool:
     return all(type(s) is int for s in sizes)
 
 
-def turned_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a weight, transposed in memory where that is."""
-    return gradient.t().contiguous().t() if is_turned(weight) else gradient
+    return gradient.t().contiguous().t() if is_column_major(weight) else gradient
 
 
-def is_turned(weight: torch.Tensor) -> bool:
+def is_column_major(weight: torch.Tensor) -> bool:
     """Whether a matrix is known to lie by columns in memory."""
     return known(*weight.stride()) and bool(weight.stride(0) == 1 != weight.stride(1))
 

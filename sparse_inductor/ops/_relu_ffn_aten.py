@@ -243,10 +243,10 @@ def backward(
     b: Block,
     packed: Packed,
     needs: Sequence[bool],
-    turned: Sequence[bool],
+    column_major: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of a statistic's weight in their dtypes; None
-    where not needed. turned: which of those of gate, up and down lie by columns in memory."""
+    where not needed. column_major: which of those of gate, up and down lie by columns in memory."""
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias, weight)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = [
@@ -271,7 +271,7 @@ def backward(
             if d_up is not None:
                 dx[part] += d_up @ b.up
     rest = [None if s is None else s.to(t.dtype) for s, t in zip(sums, sources[1:])]
-    for i, by_columns in zip((0, 2, 4), turned):
+    for i, by_columns in zip((0, 2, 4), column_major):
         if by_columns and (found := rest[i]) is not None:
             rest[i] = found.t().contiguous().t()
     return [dx, *rest]

@@ -37,7 +37,7 @@ from ._arguments import (
     check_floats,
     check_shape,
     fake_gradients,
-    is_turned,
+    is_column_major,
     returned,
 )
 from ._dispatch import (
@@ -66,7 +66,7 @@ _lib = define(
     f"relu_ffn({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}, int popular=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[9] needs, bool[3] turned)"
+    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[9] needs, bool[3] column_major)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -307,7 +307,7 @@ def _fields(p: aten.Packed) -> tuple[Tensor, ...]:
 
 
 def _backward(grad, d_stats, *call):
-    c, (*fields, needs, turned) = _Call(*call[:_SETTINGS]), call[_SETTINGS:]
+    c, (*fields, needs, column_major) = _Call(*call[:_SETTINGS]), call[_SETTINGS:]
     block, x, dy = _block(c), as_rows(c.x), as_rows(grad)
     d_numbers = d_stats.reshape(len(d_stats), -1) if c.stats else None
     packed = aten.Packed(*fields)
@@ -315,9 +315,13 @@ def _backward(grad, d_stats, *call):
         if _has_kernels(x, block):
             from ..kernels.relu_ffn import backward as kernel
 
-            grads = kernel.backward(dy, d_numbers, c.stat_weight, x, block, packed, needs, turned)
+            grads = kernel.backward(
+                dy, d_numbers, c.stat_weight, x, block, packed, needs, column_major
+            )
         else:
-            grads = aten.backward(dy, d_numbers, c.stat_weight, x, block, packed, needs, turned)
+            grads = aten.backward(
+                dy, d_numbers, c.stat_weight, x, block, packed, needs, column_major
+            )
     dx, *others = returned([*grads, None], c.x)  # none of the thresholds
     return dx.view(c.x.shape) if needs[0] else dx, *others
 
@@ -352,9 +356,9 @@ class _ReluFfn(torch.autograd.Function):
             grad = x.new_zeros(ctx.shapes[0])
         if d_stats is None:
             d_stats = x.new_zeros(ctx.shapes[1], dtype=_wide(x))
-        turned = [t is not None and is_turned(t) for t in (gate, up, down)]
+        column_major = [t is not None and is_column_major(t) for t in (gate, up, down)]
         grads = torch.ops.sparse_inductor.relu_ffn_backward(
-            grad, d_stats, *tensors, *ctx.settings, *packed, needs, turned
+            grad, d_stats, *tensors, *ctx.settings, *packed, needs, column_major
         )
         d_shift = None
         if for_shift:
@@ -446,9 +450,9 @@ def _fake_train(*call):
 
 
 def _fake_backward(grad, d_stats, *call):
-    tensors, (needs, turned) = call[:_TENSORS], call[-2:]
+    tensors, (needs, column_major) = call[:_TENSORS], call[-2:]
     found = list(fake_gradients(tensors, needs, tensors[0]))
-    for i, by_columns in zip((1, 3, 5), turned):
+    for i, by_columns in zip((1, 3, 5), column_major):
         if by_columns and needs[i]:
             found[i] = found[i].t().contiguous().t()
     return tuple(found)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sparse_products_aten as aten
-from ._arguments import as_rows, check_floats, check_shape, differ, suit_kernels, turned_as
+from ._arguments import as_rows, check_floats, check_shape, differ, laid_out_as, suit_kernels
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -176,7 +176,7 @@ class _Product(torch.autograd.Function):
         elif for_f:
             d_f = grad @ weight.t()
         if for_weight:
-            d_weight = turned_as(weight, ops.sparse_outer_sum(f, *entries, grad)[0])
+            d_weight = laid_out_as(weight, ops.sparse_outer_sum(f, *entries, grad)[0])
         return d_f, d_weight, grad.sum(0) if for_bias else None, None
 
 
@@ -206,7 +206,7 @@ class _Linear(torch.autograd.Function):
         if for_shift:
             # The sum over all rows of what an entry gives the gradient of x: its own times a row of the weight.
             d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -d_x.sum(0)
-        d_weight = turned_as(weight, d_weight) if for_weight else None
+        d_weight = laid_out_as(weight, d_weight) if for_weight else None
         return d_x, d_weight, d_bias if for_bias else None, d_shift
 
 

@@ -29,7 +29,7 @@ from ._arguments import (
     check_floats,
     check_shape,
     differ,
-    is_turned,
+    is_column_major,
     known,
     same,
     suit_kernels,
@@ -51,7 +51,7 @@ _lib = define(
     "sparse_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias) -> Tensor",
     "sparse_dots(Tensor x, Tensor weight, Tensor indices) -> Tensor",
     "sparse_columns(Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor, Tensor)",
-    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool turned)"
+    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool column_major)"
     " -> (Tensor, Tensor)",
 )
 
@@ -181,17 +181,17 @@ def _columns(indices, columns):
     return tuple(_sums(indices).columns(as_rows(indices), columns))
 
 
-def _outer(values, x, entry, start, total, ends, turned, **run):
+def _outer(values, x, entry, start, total, ends, column_major, **run):
     by = aten.Columns(entry, start, total, ends)
     with autocast_off(x.device.type):
-        return _sums(x, values).outer(as_rows(values), as_rows(x), by, turned, **run)
+        return _sums(x, values).outer(as_rows(values), as_rows(x), by, column_major, **run)
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
     """(of a weight [N, D], which lies in memory as the weight does, of a bias [N])."""
     ops = torch.ops.sparse_inductor
     lists = ops.sparse_columns(indices, weight.shape[0])
-    return ops.sparse_outer(values, x, *lists, is_turned(weight))
+    return ops.sparse_outer(values, x, *lists, is_column_major(weight))
 
 
 class _Encode(torch.autograd.Function):
@@ -263,9 +263,9 @@ def _fake_columns(indices, columns):
     return new(indices.numel()), new(columns), new(columns), new(columns)
 
 
-def _fake_outer(values, x, entry, start, total, ends, turned):
+def _fake_outer(values, x, entry, start, total, ends, column_major):
     N, D = start.shape[0], x.shape[-1]
-    return x.new_empty(D, N).t() if turned else x.new_empty(N, D), x.new_empty(N)
+    return x.new_empty(D, N).t() if column_major else x.new_empty(N, D), x.new_empty(N)
 
 
 # Spread over the rows; what sums over them is made of all of them by every process.

@@ -209,13 +209,13 @@ def test_rows_in_pieces(monkeypatch, gated, most):
 GRADIENTS = ("x", "gate", "gate_bias", "up", "up_bias", "down", "down_bias", "weight")
 
 
-def check_backward(x, b, stats=True, needs=(True,) * 8, turned=(False,) * 3):
+def check_backward(x, b, stats=True, needs=(True,) * 8, column_major=(False,) * 3):
     packed = empty_packed(x, b)
     aten.forward(x, b, None, packed)
     dy = torch.randn(len(x), b.down.shape[0], device=DEVICE)
     d_stats = torch.randn(5, len(x), device=DEVICE) if stats else None
     weight = torch.randn(len(b.gate), device=DEVICE) if stats else None
-    call = dy, d_stats, weight, x, b, packed, needs, turned
+    call = dy, d_stats, weight, x, b, packed, needs, column_major
     want = aten.backward(*call)
     got = backward_kernel.backward(*call)
     for name, g, w in zip(GRADIENTS, got, want, strict=True):
@@ -246,10 +246,10 @@ def test_backward_at_every_density(share):
 def test_weights_that_lie_by_columns(share):
     """As in x @ W. Half the neurons active: rows overflow."""
     x, b = make(9, gated=share < 0.5, share=share)
-    turned = {n: getattr(b, n) for n in ("gate", "up", "down") if getattr(b, n) is not None}
-    b = dataclasses.replace(b, **{n: w.t().contiguous().t() for n, w in turned.items()})
+    weights = {n: getattr(b, n) for n in ("gate", "up", "down") if getattr(b, n) is not None}
+    b = dataclasses.replace(b, **{n: w.t().contiguous().t() for n, w in weights.items()})
     check_forward(x, b)
-    check_backward(x, b, turned=(True,) * 3)
+    check_backward(x, b, column_major=(True,) * 3)
 
 
 @pytest.mark.parametrize("share", [0.05, heavy(0.5)])
@@ -295,7 +295,7 @@ def test_backward_in_pieces(monkeypatch, gated, of_x):
     monkeypatch.setattr(backward_kernel, "CHUNK", 140 * 128)
     monkeypatch.setattr(columns, "BUFFER", 1)
     x, b = make(140, N=300, gated=gated, share=0.05)
-    check_backward(x, b, needs=(of_x, *(True,) * 7), turned=(True, not gated, False))
+    check_backward(x, b, needs=(of_x, *(True,) * 7), column_major=(True, not gated, False))
 
 
 @pytest.mark.sample(1)

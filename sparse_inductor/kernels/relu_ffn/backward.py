@@ -30,16 +30,16 @@ def backward(
     b: Block,
     packed: Packed,
     needs: Sequence[bool],
-    turned: Sequence[bool],
+    column_major: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of the statistic's weight; None where not
-    needed. turned: which of the gradients of gate, up and down are laid out column-major."""
+    needed. column_major: which of the gradients of gate, up and down are laid out column-major."""
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
     N = b.gate.shape[0]
     if d_stats is None and forward.is_few(len(x), N):
-        return few.backward(dy, x, b, needs, turned)
+        return few.backward(dy, x, b, needs, column_major)
     cap = packed.index.shape[1]
     gated = b.up is not None
     # Rows of these weights are gathered only for the gradient of x and for popular neurons.
@@ -47,16 +47,16 @@ def backward(
     gate, up = (None if t is None else row_major(t) if gathered else t for t in (b.gate, b.up))
     assert gate is not None
 
-    def like(t: torch.Tensor | None, needed: bool, turned: bool = False) -> torch.Tensor | None:
+    def like(t: torch.Tensor | None, needed: bool, by_columns: bool) -> torch.Tensor | None:
         if t is None or not needed:
             return None
-        made = t.new_empty(t.shape[::-1] if turned else t.shape)
-        return made.t() if turned else made
+        made = t.new_empty(t.shape[::-1] if by_columns else t.shape)
+        return made.t() if by_columns else made
 
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias, weight)
-    of_gate, of_up, of_down = turned
-    by_columns = (False, of_gate, False, of_up, False, of_down, False, False)
-    dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd, d_weight = map(like, sources, needs, by_columns)
+    of_gate, of_up, of_down = column_major
+    layouts = (False, of_gate, False, of_up, False, of_down, False, False)
+    dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd, d_weight = map(like, sources, needs, layouts)
     by_gate = d_wg is not None or d_bg is not None
     by_up = d_wu is not None or d_bu is not None
     by_down = d_wd is not None or d_weight is not None

@@ -29,11 +29,13 @@ BUFFER = 40 << 20
 @triton.jit
 def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
     """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m. OR commutes: the result is
-    deterministic."""
+    deterministic. count: None if every row has CAP."""
     m = tl.program_id(0)
-    c = tl.load(count + m)
-    if c > CAP:
-        return
+    c = tl.full([], CAP, tl.int32)
+    if count is not None:
+        c = tl.load(count + m)
+        if c > CAP:
+            return
     i = tl.arange(0, BLOCK)
     n = tl.load(index + m.to(tl.int64) * CAP + i, mask=i < c, other=0).to(tl.int64)
     bit = tl.full([BLOCK], 1, tl.int32) << (m % 32)
@@ -63,11 +65,13 @@ def _place_kernel(
     count, index, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """entry[start[n] + rank] = m * CAP + i for the i-th active neuron n of row m, where rank counts n's tokens before
-    m."""
+    m. count: as in `_set_bits_kernel`."""
     m = tl.program_id(0)
-    c = tl.load(count + m)
-    if c > CAP:
-        return
+    c = tl.full([], CAP, tl.int32)
+    if count is not None:
+        c = tl.load(count + m)
+        if c > CAP:
+            return
     i = tl.arange(0, BLOCK)
     mask = i < c
     n = tl.load(index + m.to(tl.int64) * CAP + i, mask=mask, other=0).to(tl.int64)
@@ -81,14 +85,19 @@ def _place_kernel(
 
 @relaunched
 @triton.jit
-def _scan_kernel(total, start, N, BLOCK: tl.constexpr):
-    """One program: start[n] = the sum of total before n."""
-    before = tl.full([], 0, tl.int32)
+def _scan_kernel(total, start, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: start[n] = the sum of total before n. ends[n] = the number of pieces of PIECE tokens of the neurons
+    0 to n that have several, unless it is None."""
+    before, pieces_before = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for n0 in range(0, N, BLOCK):
         n = n0 + tl.arange(0, BLOCK)
         t = tl.load(total + n, mask=n < N, other=0)
         tl.store(start + n, before + tl.cumsum(t, 0) - t, mask=n < N)
         before += tl.sum(t, 0)
+        if ends is not None:
+            pieces = tl.where(t > PIECE, tl.cdiv(t, PIECE), 0)
+            tl.store(ends + n, pieces_before + tl.cumsum(pieces, 0), mask=n < N)
+            pieces_before += tl.sum(pieces, 0)
 
 
 class TokenLists(NamedTuple):
@@ -100,13 +109,23 @@ class TokenLists(NamedTuple):
     total: torch.Tensor
 
     @classmethod
-    def of(cls, count: torch.Tensor, index: torch.Tensor, N: int) -> TokenLists:
-        """The lists for packed rows: count [M], index [M, cap] into N neurons."""
+    def of(
+        cls,
+        count: torch.Tensor | None,
+        index: torch.Tensor,
+        N: int,
+        ends: torch.Tensor | None = None,
+        piece: int = 1,
+    ) -> TokenLists:
+        """The lists for packed rows: count [M], None if all are full; index [M, cap] into N neurons.
+
+        ends: receives the number of pieces of `piece` tokens of each neuron that has several, and of all before it.
+        """
         M, cap = index.shape
         words = triton.cdiv(M, WORD)
-        bitmask = count.new_zeros(words, N)
+        bitmask = index.new_zeros(words, N, dtype=torch.int32)
         before = torch.empty_like(bitmask)
-        lists = cls(count.new_empty(M * cap), count.new_empty(N), count.new_empty(N))
+        lists = cls(*(bitmask.new_empty(n) for n in (M * cap, N, N)))
         block = triton.next_power_of_2(cap)
         warps = 1 if block <= 128 else 4
         _set_bits_kernel[(M,)](count, index, bitmask, N, CAP=cap, BLOCK=block, num_warps=warps)
@@ -115,7 +134,7 @@ class TokenLists(NamedTuple):
             bitmask, before, lists.total, words, N,
             WORDS=min(256, triton.next_power_of_2(words)), BN=bn, num_warps=8,
         )  # fmt: skip
-        _scan_kernel[(1,)](lists.total, lists.start, N, BLOCK=4096, num_warps=8)
+        _scan_kernel[(1,)](lists.total, lists.start, ends, N, PIECE=piece, BLOCK=4096, num_warps=8)
         _place_kernel[(M,)](
             count, index, bitmask, before, lists.start, lists.entry, N,
             CAP=cap, BLOCK=block, num_warps=warps,

@@ -104,10 +104,10 @@ def forward(x: torch.Tensor, b: Block) -> torch.Tensor:
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool], turned: Sequence[bool]
+    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool], column_major: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and None for the statistic's weight; None where not
-    needed. turned: which of the gradients of gate, up and down are laid out column-major. Recomputes the
+    needed. column_major: which of the gradients of gate, up and down are laid out column-major. Recomputes the
     projections."""
     g, u = _projections(x, b)
     h = torch.mm(dy, b.down)
@@ -119,9 +119,9 @@ def backward(
             dx.addmm_(u, b.up)
     found: list[torch.Tensor | None] = [dx]
     for d, right, (weight, bias), (n_weight, n_bias), by_columns in (
-        (g, x, (b.gate, b.gate_bias), needs[1:3], turned[0]),
-        (u, x, (b.up, b.up_bias), needs[3:5], turned[1]),
-        (dy, h, (b.down, b.down_bias), needs[5:7], turned[2]),
+        (g, x, (b.gate, b.gate_bias), needs[1:3], column_major[0]),
+        (u, x, (b.up, b.up_bias), needs[3:5], column_major[1]),
+        (dy, h, (b.down, b.down_bias), needs[5:7], column_major[2]),
     ):
         d_weight = None
         if n_weight and weight is not None and d is not None:

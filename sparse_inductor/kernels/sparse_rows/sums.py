@@ -121,29 +121,13 @@ def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> 
     return values
 
 
-@triton.jit
-def _ends_kernel(total, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: ends[n] = the number of pieces of the columns 0 to n that have several."""
-    before = tl.zeros([], tl.int32)
-    for first in range(0, N, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        count = tl.load(total + n, mask=n < N, other=0)
-        pieces = tl.where(count > PIECE, tl.cdiv(count, PIECE), 0)
-        tl.store(ends + n, before + tl.cumsum(pieces, 0), mask=n < N)
-        before += tl.sum(pieces, 0)
-
-
 def columns(indices: Tensor, N: int) -> aten.Columns:
     """The entries of each column. The columns of a row are distinct."""
     indices = indices.contiguous()
     if triton.cdiv(len(indices), 32) * N * 4 > MASKS:
         return aten.columns(indices, N)
-    count = indices.new_full((len(indices),), indices.shape[1], dtype=torch.int32)
-    lists = TokenLists.of(count, indices, N)
-    ends = torch.empty_like(lists.total)
-    constants = {"PIECE": aten.PIECE, "BLOCK": 4096 if indices.is_cuda else 16}
-    launch(_ends_kernel, (1,), (lists.total, ends, N), constants, 8)
-    return aten.Columns(lists.entry, lists.start, lists.total, ends)
+    ends = indices.new_empty(N, dtype=torch.int32)
+    return aten.Columns(*TokenLists.of(None, indices, N, ends, aten.PIECE), ends)
 
 
 @triton.jit
@@ -164,7 +148,7 @@ def _pieces_kernel(
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, part) sums piece p of the columns with several pieces. ends [N]: from `_ends_kernel`."""
+    """Program (p, part) sums piece p of the columns with several pieces. ends [N]: from `columns`."""
     p = tl.program_id(0)
     if p >= tl.load(ends + N - 1):
         return
@@ -211,10 +195,10 @@ def _outer_kernel(
 
 
 def outer(
-    values: Tensor, x: Tensor, by: aten.Columns, turned: bool, run: Launcher = launch
+    values: Tensor, x: Tensor, by: aten.Columns, column_major: bool, run: Launcher = launch
 ) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). turned: the first result is
-    column-major. run: launches the kernels."""
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the layout of
+    the first. run: launches the kernels."""
     values, x = values.contiguous(), addressable(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
@@ -222,16 +206,16 @@ def outer(
     # A column with several pieces has more than `piece` entries: at most two pieces per piece + 1 entries.
     most = max(1, 2 * values.numel() // (piece + 1))
     sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
-    out, bias = x.new_empty((D, N) if turned else (N, D)), x.new_empty(N)
+    out, bias = x.new_empty((D, N) if column_major else (N, D)), x.new_empty(N)
     constants = {"K": k, "PIECE": piece, **sum_options(x)}
     parts = triton.cdiv(D, constants["WIDTH"])
     lists = *by, x, values, sums, sides
     run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 1)
-    step = max(1, BUFFER // (D * x.element_size() * TILE)) * TILE if turned else N
+    step = max(1, BUFFER // (D * x.element_size() * TILE)) * TILE if column_major else N
     for first in range(0, N, step):
-        rows = x.new_empty(min(step, N - first), D) if turned else out
+        rows = x.new_empty(min(step, N - first), D) if column_major else out
         args = *lists, rows, bias, first, D, x.stride(0)
         run(_outer_kernel, (len(rows), parts), args, constants, 1)
-        if turned:
+        if column_major:
             transpose(rows, out, first, run)
-    return out.t() if turned else out, bias
+    return out.t() if column_major else out, bias
