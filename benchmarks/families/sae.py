@@ -10,6 +10,7 @@ and memory beyond the gradients. x is N(0, 1), ReLU's biases leave 0.3 %.
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,17 +44,19 @@ def run(bench: Bench) -> None:
 class Autoencoder(nn.Module):
     """The weights, and the reconstruction."""
 
+    W_enc: nn.Parameter
     returns = False
     """Whether activations and pre-activations are returned."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        (D, N), g = shape, torch.Generator().manual_seed(0)
+        D, N = shape
         like = {"device": device, "dtype": dtype}
+        torch.manual_seed(0)
         made = {
-            "W_enc": torch.randn(D, N, generator=g) / D**0.5,
-            "W_dec": F.normalize(torch.randn(N, D, generator=g), dim=1),
-            "b_enc": 0.3 * torch.randn(N, generator=g),
+            "W_enc": torch.randn(D, N, device=device) / D**0.5,
+            "W_dec": F.normalize(torch.randn(N, D, device=device), dim=1),
+            "b_enc": 0.3 * torch.randn(N, device=device),
             "b_dec": torch.zeros(D),
         }
         for name, t in made.items():
@@ -93,14 +96,36 @@ class JumpRelu(Autoencoder):
 
 
 class TopK(Autoencoder):
-    """The K largest of each row."""
+    """The k largest of each row."""
+
+    k = K
 
     def act(self, pre: Tensor) -> Tensor:
-        values, indices = pre.topk(K, dim=-1, sorted=False)
+        values, indices = pre.topk(self.k, dim=-1, sorted=False)
         return torch.zeros_like(pre).scatter_(-1, indices, values.relu())
 
     def terms(self, f: Tensor) -> tuple[Tensor, ...]:
         return (self.b_dec.new_zeros(()),)
+
+
+class TopKOfMany(TopK):
+    k = 64
+
+
+class Sparsify(TopK):
+    """With the encoder and the decoder of the package eai-sparsify, whose weights lie as it has them."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(shape, device, dtype)
+        self.W_enc = nn.Parameter(self.W_enc.detach().t().contiguous())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        from sparsify.fused_encoder import fused_encoder
+        from sparsify.utils import decoder_impl
+
+        values, indices, _ = fused_encoder(x - self.b_dec, self.W_enc, self.b_enc, self.k, "topk")
+        y = decoder_impl(indices, values.to(x.dtype), self.W_dec.mT) + self.b_dec
+        return ((y.float() - x.float()).square().sum(-1).mean(),)
 
 
 class BatchTopK(TopK):
@@ -176,7 +201,7 @@ def _compare(
     decided = f"{wall['default']:.4g} ms, {'rewritten' if done else 'as written'}"
     value = wall["compile"] / wall["default"]
     bench.row(f"{name}: wall clock, compile over default", value, "x", 0.97, 0.99, True, decided)
-    if training and bench.cuda:
+    if training and bench.cuda and kind is not TopKOfMany:
         _compare_graphs(bench, name, module, x, seconds)
     theirs, mine = (bench.found(name, n) for n in ("compile", "ours"))
     if training and theirs and mine and theirs.scratch_bytes and mine.scratch_bytes is not None:
@@ -221,6 +246,33 @@ def _relu_inference(bench: Bench) -> None:
             _compare(bench, kind, shape, False, limits)
 
 
+def _wide(bench: Bench) -> None:
+    _compare(bench, TopKOfMany, (1024, 1 << 20), True, (2.5, 4.0), remark=", k = 64")
+
+
+def _peers(bench: Bench) -> None:
+    """TopK training by published packages, as they have it and compiled."""
+    if importlib.util.find_spec("sparsify") is None:
+        bench.note("eai-sparsify is not installed: peers were not measured.")
+        return
+    for shape, limits in zip(SHAPES, ((2.4, 3.0), (1.9, 3.0), (2.0, 3.0))):
+        torch._dynamo.reset()
+        module, theirs = (kind(shape, bench.device, torch.bfloat16) for kind in (TopK, Sparsify))
+        x = torch.randn(TOKENS, shape[0], device=bench.device, dtype=torch.bfloat16)
+        case = f"TopK training and peers, {shape[0]} x {shape[1]}"
+        works = {
+            (case, "sparsify"): _work(theirs, theirs, x, True),
+            (case, "sparsify, compiled"): _work(compiled(theirs), theirs, x, True),
+            (case, "compile"): _work(compiled(module), module, x, True),
+            (case, "ours"): _work(rewritten(module, PATTERNS), module, x, True),
+        }
+        found = bench.race(works, 1.2)
+        best = min((n for _, n in works if n != "ours"), key=lambda n: found[case, n].ms)
+        bench.over(found, case, best, "ours", limits, f"best peer ({best}) over ours")
+        del works, module, theirs
+        gc.collect()
+
+
 def _returned(bench: Bench) -> None:
     for kind in (ReluReturned, TopKReturned):
         _compare(bench, kind, SHAPES[1], True, (1.4, 1.8))
@@ -246,4 +298,6 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 _CPU = (_fp32,)
-_GPU = (_topk_training, _topk_inference, _relu_training, _relu_inference, _returned, _fp32)
+_GPU = (
+    _topk_training, _topk_inference, _relu_training, _relu_inference, _returned, _wide, _peers, _fp32,
+)  # fmt: skip

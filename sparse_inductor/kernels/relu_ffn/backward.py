@@ -99,12 +99,18 @@ def backward(
     rest = listed.Listed.of(packed.count, cap)
     # Chunks of neurons, one after the other: the work tensors are large. The gradient of x is rounded at each.
     most = CHUNK if dx is not None else max(CHUNK // 4, min(CHUNK, len(x) * N // 4))
-    for part in chunks(N, len(x), most):
+    parts = chunks(N, len(x), most)
+    room = len(x) * parts[0].stop
+    rooms = [x.new_empty(room) if there else None for there in (True, gated, True)]
+    for part in parts:
+        n = part.stop - part.start
+        made = [None if t is None else t[: len(x) * n].view(len(x), n) for t in rooms]
         gate_part, up_part, down_part = gate[part], _of(up, part), b.down[:, part]
-        made = listed.gradients(
+        listed.gradients(
             x, dy, (gate_part, _of(b.gate_bias, part)),
             None if up_part is None else (up_part, _of(b.up_bias, part)), down_part,
             d_stats, _of(weight, part), rest, b.f, b.g, b.zero_threshold, _of(b.thresholds, part),
+            made,
         )  # fmt: skip
         if dx is not None:
             second = None if up_part is None or made[1] is None else (made[1], up_part.t())

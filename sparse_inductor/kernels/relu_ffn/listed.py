@@ -236,23 +236,22 @@ def gradients(
     g: Program,
     threshold: float,
     thresholds: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(d gate, d up, h), [M, N] each, of the listed rows; the other rows are uninitialised.
+    into: Sequence[torch.Tensor | None],
+) -> None:
+    """Write d gate, d up and h of the listed rows `into` contiguous [M, N] each.
 
     gate, up: weight [N, K], any strides, and bias. down: [D, N], any strides.
     """
-    N = len(gate[0])
-    d_gate, h = x.new_empty(len(x), N), x.new_empty(len(x), N)
-    d_up = None if up is None else torch.empty_like(h)
+    d_gate, d_up, h = into
+    assert h is not None
     up_weight, up_bias = up or (None, None)
     _gradients_kernel[(programs_of(x),)](
         x, dy, *gate, up_weight, up_bias, down, d_stats, weight, thresholds, d_gate, d_up, h,
-        listed.rows, listed.length, len(x), N, x.stride(0), dy.stride(0), *_strides(gate[0]), *_strides(up_weight),
+        listed.rows, listed.length, *h.shape, x.stride(0), dy.stride(0), *_strides(gate[0]), *_strides(up_weight),
         down.stride(1), down.stride(0), 0 if d_stats is None else d_stats.stride(0), threshold,
         x.shape[1], dy.shape[1], F_STEPS=encode(f), G_STEPS=encode(g), **pdl_options(x),
         **_tile_of(x, "relu_ffn/projections"),
     )  # fmt: skip
-    return d_gate, d_up, h
 
 
 @triton.jit
