@@ -199,11 +199,10 @@ def test_rows_too_few_to_pack(monkeypatch, gated, few, most):
         check_forward(*make(51, gated=gated), stats=False, train=False)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("gated", "most"), [(False, "CHUNK_PLAIN_TRAINING"), (True, "CHUNK")])
-def test_rows_in_pieces(monkeypatch, gated, most):
-    monkeypatch.setattr(kernel, most, 128 * 72)
-    check_forward(*make(140, gated=gated, share=0.15))
+@pytest.mark.heavy
+def test_rows_in_pieces(monkeypatch):
+    monkeypatch.setattr(kernel, "CHUNK", 128 * 72)
+    check_forward(*make(140, share=0.15))
 
 
 GRADIENTS = ("x", "gate", "gate_bias", "up", "up_bias", "down", "down_bias", "weight")

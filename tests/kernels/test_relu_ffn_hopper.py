@@ -89,8 +89,7 @@ def test_marked_product(dtype, M, K, N, bias, k_major):
     state = torch.full((M * 7 + 1,), -1, dtype=torch.int64, device="cuda")
     want = F.linear(x, w, b)
     for room in (False, True):
-        out = torch.full_like(want, torch.nan)
-        bitmask = hopper.product_with_bitmask(x, w, b, 0.3, out, state, room=room)
+        out, bitmask = hopper.product_with_bitmask(x, w, b, 0.3, state, room=room)
         assert not state.any()
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2, equal_nan=True)
         assert torch.equal(bitmask, bitmask_of(out.float(), 0.3))
@@ -111,8 +110,7 @@ def test_marked_product_by_thresholds_of_neurons(dtype, k_major, M, K, N):
     thresholds = torch.randn(N, device="cuda", dtype=dtype)
     x[1, 3] = torch.nan
     state = torch.full((7,), -1, dtype=torch.int32, device="cuda")
-    out = x.new_empty(M, N)
-    bitmask = hopper.product_with_bitmask(x, w, None, -math.inf, out, state, thresholds=thresholds)
+    out, bitmask = hopper.product_with_bitmask(x, w, None, -math.inf, state, thresholds=thresholds)
     assert not state.any()
     torch.testing.assert_close(out, F.linear(x, w), rtol=2e-2, atol=2e-2, equal_nan=True)
     assert torch.equal(bitmask, bitmask_of(out.float(), thresholds.float()))

@@ -99,10 +99,10 @@ def test_what_they_add(gated, steps):
 def bitmasks(monkeypatch):
     """Hopper's product and its packing, made of ATen's operations and the portable packing."""
 
-    def product(x, weight, bias, threshold, out, state, room=False, thresholds=None):
+    def product(x, weight, bias, threshold, state, room=False, thresholds=None):
         state.zero_()
-        out.copy_(torch.nn.functional.linear(x, weight, bias))
-        return bitmask_of(out, threshold)
+        gate = torch.nn.functional.linear(x, weight, bias)
+        return gate, bitmask_of(gate, threshold)
 
     monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(forward, "FEW", 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import Program
 
@@ -20,9 +21,8 @@ from . import dots as dot_rows
 from . import packing as packer
 
 # Elements of the gate projection per chunk: 2 GiB at 16 bits. Every chunk waits for its longest row: 131 072 tokens in
-# two chunks take 2 % longer than in one. The projection is what a training step without `up` (of an autoencoder, say)
-# takes most memory for: 96 MiB there.
-CHUNK, CHUNK_PLAIN_TRAINING = 1 << 30, 3 << 24
+# two chunks take 2 % longer than in one.
+CHUNK = 1 << 30
 # Rows, and gates, up to which dense products are used. If rows are not sparse, the few tiles of the listed rows'
 # products fill the GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to
 # 0.89x the speed at 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). If rows are sparse, this forgoes up
@@ -105,16 +105,6 @@ def chunks(M: int, N: int, elements: int) -> list[slice]:
     return [slice(i, min(i + step, M)) for i in range(0, M, step)]
 
 
-def _project(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """out = x @ weight^T + bias."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
 def forward(
     x: torch.Tensor,
     b: Block,
@@ -155,23 +145,22 @@ def forward(
     elif packed is not None:
         packed.without_popular()
     totals = 32 * hopper.words(N) if common is not None else 0
-    parts = chunks(M, N, CHUNK_PLAIN_TRAINING if packed is not None and up is None else CHUNK)
-    projection = x.new_empty(parts[0].stop, N)
+    parts = chunks(M, N, CHUNK)
     for part in parts:
         m = part.stop - part.start
         wanted = None if stats is None else (stats.stats[:, part], stats.weight, stats.counts)
         state, more = packer.new_state(x.device, totals + m if follows else totals)
         ready = more[totals:] if follows else None
-        bitmask, gate = None, projection[:m]
+        bitmask = None
         # The memset precedes the gate projection: programmatic dependent launch needs the packing right behind that.
         if with_bitmask:
-            bitmask = hopper.product_with_bitmask(
-                x[part], b.gate, b.gate_bias, b.zero_threshold, gate, state,
+            gate, bitmask = hopper.product_with_bitmask(
+                x[part], b.gate, b.gate_bias, b.zero_threshold, state,
                 room=len(parts) == 1, thresholds=b.thresholds,
             )  # fmt: skip
         else:
             state.zero_()
-            _project(x[part], b.gate, b.gate_bias, gate)
+            gate = F.linear(x[part], b.gate, b.gate_bias)
         if table is None:
             table = row_major(b.down.t(), beside=with_bitmask)
         if packed is None:

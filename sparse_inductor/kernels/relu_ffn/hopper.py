@@ -457,18 +457,18 @@ def product_with_bitmask(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     threshold: float,
-    out: torch.Tensor,
     state: torch.Tensor,
     room: bool = False,
     thresholds: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Writes x @ weight^T + bias to out [M, N] and returns the bitmask of its elements that are not <= threshold. Fills
-    `state`, int32, with zeros.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x @ weight^T + bias [M, N], bitmask of the elements that are not <= threshold). Fills `state`, int32, with
+    zeros.
 
     weight: [N, K], unit stride along either. room: another kernel can run beside the last tiles. thresholds: one per
     neuron [N], contiguous, in the dtype of x, instead of `threshold`.
     """
-    M, N = out.shape
+    M, N = len(x), len(weight)
+    out = x.new_empty(M, N)
     bitmask = torch.empty(M, words(N), dtype=torch.int32, device=x.device)
     programs = sm_count(x.device)
     constants = _constants(*x.shape, N, programs, ROOM if room else 0)
@@ -481,4 +481,4 @@ def product_with_bitmask(
     )  # fmt: skip
     constants = {**constants, "HAS_BIAS": bias is not None, "K_MAJOR": k_major}
     launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4)
-    return bitmask
+    return out, bitmask

@@ -27,9 +27,9 @@ CHUNK, A_WARP = 4096, 1024
 HELD = 1 << 15
 # Largest k for which groups are used: more keys do not fit a program's registers.
 MOST = 256
-# Bytes of the encoder's product per chunk of rows. More for a large weight, which every chunk reads again: reading it
-# should take less time than the product (WEIGHT_SHARE).
-PRODUCT = 96 << 20
+# Bytes of the encoder's product per chunk of rows: less than the gradients and their buffers take in training. More for
+# a large weight, which every chunk reads again: reading it should take less time than the product (WEIGHT_SHARE).
+PRODUCT = 192 << 20
 # Rows per tile of the product; chunks are whole tiles.
 ROWS = 128
 WEIGHT_SHARE = 4
