@@ -17,8 +17,8 @@ from . import few, forward, listed, popular, rows
 from .columns import TokenLists, sums_by_neuron
 from .forward import Block, Packed, chunks
 
-# Most elements of each of three work tensors for overflow rows: 128 MiB at 16 bits. Without a gradient of x, a quarter
-# of all, from a quarter of that on.
+# Elements of each work tensor for overflow rows: at most 128 MiB at 16 bits. The gradient of x is rounded at each chunk;
+# without it, chunks are a quarter of [M, N], at least 32 MiB.
 CHUNK = 1 << 26
 
 
@@ -97,7 +97,7 @@ def backward(
         weights = (into_gate, into_up) if by_gate or by_up else ()
         common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
     rest = listed.Listed.of(packed.count, cap)
-    # Chunks of neurons, one after the other: the work tensors are large. The gradient of x is rounded at each.
+    # Chunks of neurons, one after the other: the work tensors are large.
     most = CHUNK if dx is not None else max(CHUNK // 4, min(CHUNK, len(x) * N // 4))
     parts = chunks(N, len(x), most)
     room = len(x) * parts[0].stop

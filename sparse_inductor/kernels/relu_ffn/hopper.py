@@ -4,9 +4,9 @@ The kernel writes the projection itself, for rows that turn out not to be sparse
 that `relu_ffn.packing` reads of the other rows.
 
 One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each compute 64 rows of a tile
-of 128 tokens x 256 or 128 neurons. The weight may have unit stride along the features (K-major) or along the neurons
-(N-major). A finished tile is rounded and kept in registers, at half their number, and is
-written in pieces of 64 columns, with its bitmask, while the tensor cores compute the first steps of the next tile.
+of 128 tokens x 256 or 128 neurons. The weight has unit stride along the features (K-major) or along the neurons
+(N-major). A finished tile is rounded and kept in registers, at half their number, and is written in pieces of 64
+columns, with its bitmask, while the tensor cores compute the first steps of the next tile.
 
 The bitmask, [M, tiles of 256 neurons, 8] int32, follows the accumulator's layout over the four threads that share a
 token, so that computing it moves no data between threads: bit b of word (tile, w) is neuron
@@ -51,8 +51,8 @@ BITMASK_TILE, WORDS = gl.constexpr(256), gl.constexpr(128)
 SHARED = 225 << 10
 # (columns of a tile, its time relative to a tile of 256 columns), H200, K = 2 048.
 COSTS = ((256, 1.0), (128, 0.535))
-# Most features of an N-major weight: cuBLAS multiplies by that 11 % faster, which is less than reading the projection
-# once more takes (H200, 4 096 tokens: 340 us against 390 at 768 features, 629 against 616 at 2 304).
+# Most features of an N-major weight for which this kernel is used. cuBLAS multiplies 11 % faster, but packing then reads
+# the projection (H200, 4 096 tokens: a block takes 340 us, with cuBLAS 390, at 768 features; 629 and 616 at 2 304).
 N_MAJOR_FEATURES = 2048
 # Value of idle SMs in the last wave, in waves (see `tile_for`).
 ROOM = 0.25
