@@ -17,8 +17,8 @@ from . import few, forward, listed, popular, rows
 from .columns import TokenLists, sums_by_neuron
 from .forward import Block, Packed, chunks
 
-# Elements of each work tensor for overflow rows: at most 128 MiB at 16 bits. The gradient of x is rounded at each chunk;
-# without it, chunks are a quarter of [M, N], at least 32 MiB.
+# Elements of each work tensor for overflow rows: at most 128 MiB at 16 bits. The gradient of x is rounded at each
+# chunk; without it, chunks are a quarter of [M, N], at least 32 MiB.
 CHUNK = 1 << 26
 
 

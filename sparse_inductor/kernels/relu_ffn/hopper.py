@@ -51,8 +51,9 @@ BITMASK_TILE, WORDS = gl.constexpr(256), gl.constexpr(128)
 SHARED = 225 << 10
 # (columns of a tile, its time relative to a tile of 256 columns), H200, K = 2 048.
 COSTS = ((256, 1.0), (128, 0.535))
-# Most features of an N-major weight for which this kernel is used. cuBLAS multiplies 11 % faster, but packing then reads
-# the projection (H200, 4 096 tokens: a block takes 340 us, with cuBLAS 390, at 768 features; 629 and 616 at 2 304).
+# Most features of an N-major weight for which this kernel is used. cuBLAS multiplies 11 % faster, but packing then
+# reads the projection (H200, 4 096 tokens: a block takes 340 us, with cuBLAS 390, at 768 features; 629 and 616 at
+# 2 304).
 N_MAJOR_FEATURES = 2048
 # Value of idle SMs in the last wave, in waves (see `tile_for`).
 ROOM = 0.25
