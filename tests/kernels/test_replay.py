@@ -612,6 +612,30 @@ def test_a_launch_that_triton_makes_itself_is_part_of_a_plan():
     assert other.launched == 4
 
 
+@pytest.mark.parametrize("made", [replay.replayed, replay.Site])
+def test_without_memory_for_all_scratch_the_python_code_runs(made, monkeypatch):
+    kernel, planned = Kernel(double), []
+
+    def fn(x: Tensor) -> Tensor:
+        planned.append(x)
+        scratch, out = torch.empty_like(x), torch.empty_like(x)
+        launch(kernel, (1,), (x, scratch, x.numel()), {"F": 2}, 4)
+        launch(kernel, (1,), (scratch, out, x.numel()), {"F": 2}, 4)
+        return out
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    call = made(fn)
+    for x in draws():
+        torch.testing.assert_close(call(x), 4 * x)
+    assert len(planned) == 2
+    (plan,) = replay._plans.values()
+    monkeypatch.setattr(plan, "_empty", full)
+    torch.testing.assert_close(call(x), 4 * x)
+    assert len(planned) == 3
+
+
 def test_a_failing_call_leaves_no_plan():
     def fn(x):
         raise ValueError("no")

@@ -109,9 +109,23 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
             if type(plan) is not _Plan:
                 return _first(fn, args, settled, plan, inputs)
             last = key, plan
-        return fn(*args) if launching.profiler_attached() else plan.run(inputs, addresses)
+        if launching.profiler_attached():
+            return fn(*args)
+        return _again(plan, inputs, addresses, fn, args)
 
     return call
+
+
+def _again(
+    plan: _Plan, inputs: Sequence[Tensor], addresses: list[int], fn: Callable[..., Any], args: Any
+) -> Any:
+    """The result of a planned call fn(*args). Where there is no memory for all of its scratch at once, the Python code
+    runs, which allocates tensor by tensor."""
+    try:
+        return plan.run(inputs, addresses)
+    except torch.OutOfMemoryError:
+        pass
+    return fn(*args)
 
 
 def _first(
@@ -195,7 +209,8 @@ class Site:
             addresses += self._kept_addresses
             alike = not together & 15 and (not self._shared or _shared(addresses) == self._shared)
             if alike and not launching.profiler_attached():
-                return plan.run((*inputs, *self._kept_tensors), addresses)
+                tensors = (*inputs, *self._kept_tensors)
+                return _again(plan, tensors, addresses, self._fn, (*args, *self._kept))
         out = self._usual(*args, *self._kept)
         if self._hopeful:
             self._look_up(args)
