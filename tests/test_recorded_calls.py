@@ -46,7 +46,7 @@ def test_a_recorded_call_gives_the_bits_of_the_function(how, bias):
         args = arguments(seed, bias)
         for got, wanted in zip(call(*args), products(*args), strict=True):
             assert torch.equal(got, wanted)
-    assert [type(p) for p in replay._plans.values()] == [replay._Plan]
+    assert [type(p) for p in replay._plans.values()] == [replay.Plan]
 
 
 def test_a_site_keeps_arguments_that_are_the_same_at_each_call():
@@ -90,7 +90,7 @@ def test_a_dtype_is_no_number_that_depends_on_what_tensors_hold():
         x, (y, *_), *_ = arguments(seed)
         x = x.to(torch.float16)
         assert torch.equal(call(x, y[:5]), x.float() * y[:5])
-    assert [type(p) for p in replay._plans.values()] == [replay._Plan]
+    assert [type(p) for p in replay._plans.values()] == [replay.Plan]
 
 
 @pytest.mark.parametrize("fn", [chosen, decided])

@@ -134,11 +134,11 @@ def test_replayed_calls_give_the_bits_of_planned_ones(name, training):
         replay.forget()
         torch.testing.assert_close(got, call(given), rtol=0, atol=0, equal_nan=True)
     if name in REPLAYED and not training:
-        assert plans == [replay._Plan]
+        assert plans == [replay.Plan]
     elif name == "block of 5000":
-        assert plans == [replay._Plan] * 2
+        assert plans == [replay.Plan] * 2
     elif name in REPLAYED and not name.startswith("block"):
-        assert replay._Plan in plans
+        assert replay.Plan in plans
 
 
 @pytest.mark.parametrize("batch, k", [(1, 1000), (1, 10), (300, 40)])
@@ -154,7 +154,7 @@ def test_searches(batch, k):
     sets[3][0] = 0
     sets[3][0, 5] = 1e-30
     replayed = [bits([*index.search(q, k)]) for q in sets]
-    assert [type(p) for p in replay._plans.values()] == [replay._Plan]
+    assert [type(p) for p in replay._plans.values()] == [replay.Plan]
     for q, got in zip(sets, replayed):
         replay.forget()
         assert all(map(torch.equal, got, index.search(q, k)))

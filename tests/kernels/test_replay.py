@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sparse_inductor import compat
 from sparse_inductor.compat import triton as private
 from sparse_inductor.kernels.common import launch as launching
-from sparse_inductor.kernels.common import launches, replay
+from sparse_inductor.kernels.common import launches, recording, replay
 from sparse_inductor.kernels.common.launch import launch
 
 
@@ -172,7 +172,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
     made = Driver()
     library = launches.library([ctypes.cast(f, ctypes.c_void_p) for f in made.functions])
-    monkeypatch.setattr(replay, "available", lambda: library)
+    monkeypatch.setattr(launches, "available", lambda: library)
     return made
 
 
@@ -367,7 +367,7 @@ def test_what_aten_computes_on_the_way_is_computed_again(autocast):
         torch.testing.assert_close(out[:19], 2 * total[1:])
         assert out[19] == 0
         torch.testing.assert_close(pairs, (total + x.view(-1)).double().view(4, 5))
-    assert [type(plan) for plan in replay._plans.values()] == [replay._Plan]
+    assert [type(plan) for plan in replay._plans.values()] == [replay.Plan]
 
 
 def product_of(x: Tensor, w: Tensor, kind: str) -> Tensor:
@@ -406,7 +406,7 @@ def test_products_are_made_among_the_launches(kind, there, monkeypatch):
         w = torch.randn(6, 5)
         torch.testing.assert_close(call(x, w), 2 * product_of(2 * x, w, kind))
     (plan,) = replay._plans.values()
-    assert type(plan) is replay._Plan and (len(plan._parts) == 1) == there
+    assert type(plan) is replay.Plan and (len(plan._parts) == 1) == there
 
 
 def test_a_product_that_fails_says_so(monkeypatch):
@@ -593,9 +593,9 @@ def test_an_operator_whose_launches_are_not_seen_is_planned_anew(kernel):
 
 
 NEVER = {
-    "without a compiler": (replay, "available", lambda: None),
+    "without a compiler": (launches, "available", lambda: None),
     "without a place to see launches from": (triton.compiler, "CompiledKernel", object),
-    "with much scratch memory": (replay, "MOST_SCRATCH", 100),
+    "with much scratch memory": (recording, "MOST_SCRATCH", 100),
 }
 
 

@@ -15,7 +15,7 @@ from ranking import best, sparse
 from sparse_inductor.aten.top import best_of
 from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import collection_of
-from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.common import recording
 from sparse_inductor.kernels.common.cuda import CudaKernel
 from sparse_inductor.kernels.sparse_scores import accumulate, documents, merge, search
 from sparse_inductor.kernels.sparse_scores import best as best_documents
@@ -167,7 +167,7 @@ def test_the_best_of_a_few_documents_for_a_few_queries_take_two_launches(batch, 
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func.is_view or func in replay._ALLOCATES, func
+            assert func.is_view or func in recording.ALLOCATES, func
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(documents, "_few_kernel", Kernel())
