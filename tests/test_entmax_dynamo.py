@@ -12,8 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
+from corpus.entmax.hand_written import Bisect
 from fuzz.vocabulary import Doubling
 from sparse_inductor import compat, rewrite
+from sparse_inductor.graph import trial
 from sparse_inductor.match.entmax import leaves
 from sparse_inductor.testing import compile_without_codegen
 from support import heavy, only
@@ -292,6 +294,17 @@ def test_a_backend_for_debugging_compiles_what_it_does_without_us():
     alone = graphs()
     with only("entmax"):
         assert graphs() == alone
+
+
+def test_the_body_of_a_function_is_tried_as_it_is(monkeypatch):
+    """The copy of a bisection for each kind of rows takes longer than the rows."""
+    monkeypatch.setattr(trial, "compat", None)
+    x = torch.randn(4, 11, requires_grad=True)
+    with only("entmax") as report:
+        torch.testing.assert_close(
+            compile_without_codegen(lambda x: Bisect.apply(x, 1.5))(x), Bisect.apply(x, 1.5)
+        )
+        assert report.rewrites
 
 
 def test_what_is_tried_out_leaves_no_mode_behind(capfd):

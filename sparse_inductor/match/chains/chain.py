@@ -306,9 +306,7 @@ class Chain:
         r = self.vector(e, term, e.size(weight, 0))
         if term.fn == "add":
             r = r if scale == 1 else e.call(operator.mul, widened(e, r), 1 / scale)
-            if bias is not None:
-                return weight, e.call(operator.add, widened(e, bias), r)
-            return weight, e.method("expand", r, (e.size(weight, 0),))
+            return weight, r if bias is None else e.call(operator.add, widened(e, bias), r)
         if term.fn == "mul":
             r = widened(e, r)
             weight = e.call(operator.mul, weight, e.method("unsqueeze", r, 1))
@@ -329,7 +327,8 @@ class Chain:
             return ones
         t = term.operand
         t = t if len(fake(t).shape) == 1 else e.method("flatten", t)
-        return prepared(e, t, term.prepare)
+        t = prepared(e, t, term.prepare)
+        return e.method("expand", t, (columns,)) if same_size(fake(t).shape[0], 1) else t
 
     def token_operand(self, e: Emitter, term: Term) -> fx.Node:
         """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""

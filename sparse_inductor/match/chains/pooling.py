@@ -312,8 +312,9 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
 
 def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
     """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
-    an activation before or after it. The largest absolute value is the scale of what is quantised."""
-    if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) == "abs":
+    an activation before or after it. The largest absolute value is the scale of what is quantised, the largest of a
+    softmax how sure a router or a classifier is."""
+    if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) in ("abs", "softmax"):
         return False
     found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
     ndim = len(view.shape(red.source))

@@ -220,7 +220,8 @@ class Statistic:
         tokens = math.prod(sizes) if static else e.method("numel", per_token)
         t = e.call(torch.rsub, counts, tokens) if self.path.norm == -1 else counts
         if self.path.by == "mean":
-            t = e.call(torch.div, e.method("to", t, torch.float32), tokens)
+            wide = torch.promote_types(fake(self.node).dtype, torch.float32)
+            t = e.call(torch.div, e.cast(t, wide), tokens)
         elif self.path.by != "sum":
             t = e.call(torch.ne, t, 0) if self.path.by == "any" else e.call(torch.eq, t, tokens)
         return self._finished(e, t)

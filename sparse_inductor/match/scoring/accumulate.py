@@ -136,8 +136,8 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             raise NoMatch(f"scatter with {added.how!r}: only sums are inner products", node)
         return None
     w = contributions(view, added.source.node, added.source.axes, node)
-    if w is None:
-        return None
+    if w is None or (w.gather.features and not w.has_weights):
+        return None  # messages along the edges of a graph
     queries, rows = {*w.queries}, added.rows
     if not w.same_for_all(view, rows):
         raise NoMatch("the rows differ from query to query", node)

@@ -275,6 +275,15 @@ def overlapping_parts_in_place():
     return f, (tokens(),)
 
 
+@miss("the largest neurons of each token", modes=INFER)
+def first_of_the_largest_neurons(x, m):
+    """a Matryoshka autoencoder with a TopK, whose first group is narrow"""
+    pre = m.up(x)
+    values, indices = pre.topk(4)
+    h = torch.zeros_like(pre).scatter(-1, indices, values.relu())
+    return F.linear(h[..., :K], m.down.weight[:, :K])
+
+
 @miss("a factor of its own", modes=INFER, at="h > torch.linspace(0, 0.2, N)")
 def learned_threshold_of_a_gate(x, m):
     """FATReLU with a threshold of every neuron, in a gated block"""

@@ -87,6 +87,11 @@ def neurons_that_fired_in_each_row(h):
     return (h > 0).any(0).sum(0)
 
 
+@plain(modes=INFER, dtype=torch.float64)
+def activity_of_each_neuron_in_float64(h):
+    return (h > 0).double().mean(dim=(0, 1))
+
+
 @plain(modes=TRAIN)
 def statistic_of_tokens(h):
     return h.abs().mean(dim=-1)

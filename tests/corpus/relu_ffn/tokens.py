@@ -216,6 +216,8 @@ each(
     learned_threshold=lambda h, theta: torch.where(h > theta, h, torch.zeros_like(h)),
     jump_relu_of_gemma_scope=lambda h, theta: (h > theta.exp()) * F.relu(h),
     jump_relu_filled=lambda h, theta: h.masked_fill(h.detach() <= theta, 0.0),
+    # BatchTopK in inference: one threshold for all
+    above_a_number_for_all=lambda h, theta: F.relu(h) * (F.relu(h) > theta.mean()),
     # what exceeds a learned number is dropped
     rectified_up_to_a_ceiling=lambda h, theta: F.relu(h) * ~(h > theta),
     # the mask has no effect

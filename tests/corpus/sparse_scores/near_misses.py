@@ -93,6 +93,14 @@ def message_passing():
     return convolve, (torch.rand(N, 8),)
 
 
+@program("no_rewrite", "nothing has a weight", INFER)
+def messages_added_to_the_nodes():
+    """a graph isomorphism network"""
+    torch.manual_seed(1)
+    edges = torch.randint(0, N, (2, 60))
+    return lambda x: x.index_add(0, edges[1], x[edges[0]]), (torch.rand(N, 8),)
+
+
 @program("no_rewrite", "rows of features", INFER, at="(outputs[slots]")
 def expert_combine():
     """mixture of experts"""

@@ -256,6 +256,13 @@ def quantised_activations(h, mask, w):
     return (hidden / scale).round(), scale
 
 
+@formula("no_rewrite", "how sure a router is")
+def one_expert_a_token(h, mask, w):
+    """A switch transformer."""
+    gate, expert = (h @ w.T).softmax(-1).max(-1)
+    return torch.where(expert == 1, gate, 0.0)
+
+
 @formula("no_rewrite", "nan_to_num after the linear is no step", at="nan_to_num(")
 def cleaned_logits(h, mask, w):
     return torch.nan_to_num(h @ w.T).relu().log1p().amax(dim=1)
