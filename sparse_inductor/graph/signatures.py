@@ -76,6 +76,7 @@ _TEXTS: dict[str, str] = {
     "bincount": "input weights=None minlength=0",
     "segment_reduce": "data reduce lengths=None indices=None offsets=None axis=0 unsafe=False initial=None",
     "vecdot": "input other dim=-1",
+    "multi_dot": "tensors",
     "pad": "input pad mode='constant' value=None",
     "split": "input split_size dim=0",
     "chunk": "input chunks dim=0",

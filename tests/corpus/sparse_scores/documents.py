@@ -43,6 +43,9 @@ each(
     scoring(),
     # einsum with the values first, and top-k
     einsum_over_batch=lambda c, q: torch.einsum("nl,bnl->bn", c.values, q[:, c.ids]).topk(K),
+    vecdot_of_queries=lambda c, q: torch.linalg.vecdot(
+        c.values[..., None], q.t()[c.ids], dim=1
+    ).t(),
 )
 
 
