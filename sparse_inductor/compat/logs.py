@@ -19,12 +19,13 @@ def count(name: str, by: int = 1) -> None:
 
 
 def sparse_graph_breaks() -> int:
-    """How often Dynamo has ended a graph in this process because of a torch.sparse tensor."""
+    """How often Dynamo has ended a graph, or left a whole frame alone, because of a torch.sparse tensor."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return 0
-    breaks = dict(utils.counters["graph_break"])
-    return sum(times for reason, times in breaks.items() if _SPARSE.search(str(reason)))
+    kinds = [dict(utils.counters[kind]) for kind in ("graph_break", "unimplemented")]
+    found = ((reason, times) for kind in kinds for reason, times in kind.items())
+    return sum(times for reason, times in found if _SPARSE.search(str(reason)))
 
 
 def trace_artifact(name: str, payload: dict[str, Any]) -> None:
