@@ -91,7 +91,7 @@ _TEXTS: dict[str, str] = {
     "l1_loss": "input target size_average=None reduce=None reduction='mean' weight=None",
     **dict.fromkeys(("norm", "vector_norm"), "input p=2 dim=None keepdim=False"),
     "topk": "input k dim=-1 largest=True sorted=True",
-    "sort": "input dim=-1 descending=False stable=False",
+    **dict.fromkeys(("sort", "argsort"), "input dim=-1 descending=False stable=False"),
     "kthvalue": "input k dim=-1 keepdim=False",
     **dict.fromkeys(("unsqueeze", "cummax"), "input dim"),
     "full": "size fill_value",
