@@ -30,8 +30,9 @@ from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear
 from sparse_inductor.graph.no_match import NoMatch, first_match
 from sparse_inductor.graph.recogniser import Recogniser
+from sparse_inductor.graph.shapes import order_of
 from sparse_inductor.graph.values import is_parameter, matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, same_size
+from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.pooling import (
@@ -48,6 +49,8 @@ from sparse_inductor.policy.worth import Worth
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
+# Calls between a transpose and the linear that are looked through: an encoder's layers.
+_LAYERS = 100
 
 
 @dataclasses.dataclass
@@ -203,6 +206,11 @@ class SpladeHead(Recogniser):
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):
             raise NoMatch("it reduces over the vocabulary, not over the sequence", node)
+        if _over_batch(view, chain, red, linear):
+            raise NoMatch(
+                "it reduces over the batch: axis 0 is a sequence where a transpose put it there",
+                node,
+            )
         check_device(linear.node)
         if not fake(linear.node).dtype.is_floating_point:
             raise NoMatch(f"the logits are {fake(linear.node).dtype}", linear.node)
@@ -286,6 +294,31 @@ def _at(program: Program, x: float) -> float:
     return run(scalar_steps(program), torch.tensor(x, dtype=torch.float64)).item()
 
 
+def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:
+    """Axis 0 of a 3-D output is the batch, unless the input or the output was turned on purpose."""
+    if len(view.shape(linear.node)) != 3 or chain.origin[red.dim] != 0:
+        return False
+    others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
+    turned = len(others) == 1 and others[0] < red.dim
+    return not (turned or _sequence_first(view, linear.source))
+
+
+def _sequence_first(view: GraphView, node: fx.Node) -> bool:
+    """Whether the first axis was put there by a transpose, maybe before layers that keep it where it is."""
+    for _ in range(_LAYERS):
+        call = view.call(node)
+        x = call.get("input")
+        if not view.is_tensor(x) or len(view.shape(x)) != 3:
+            return False
+        order = order_of(call, 3)
+        if order is not None and order != [0, 1, 2]:
+            return order[:2] == [1, 0]
+        if not same_sizes(view.shape(x)[:2], view.shape(node)[:2]):
+            return False
+        node = x
+    return False
+
+
 def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     """What a training step keeps of the logits, less the winning positions and peaks that replace them."""
     if not view.needs_grad(linear.node):
@@ -342,6 +375,10 @@ SpladeHead.near_misses = (
     *_examples(
         reason="sin is not monotone",
         not_monotone=lambda z, m: (torch.sin(z).relu().log1p() * m[..., None]).amax(1),
+    ),
+    *_examples(
+        reason="over the batch",
+        over_the_batch=lambda z, m: (z.relu().log1p() * m[..., None]).amax(0),
     ),
 )
 
