@@ -85,7 +85,7 @@ class ScoresMatch:
     @property
     def open(self) -> tuple[fx.Node, ...]:
         """What others may read, too: the result, in whatever form."""
-        best = () if self.top is None else (*self.anchor.users, *self.top.sliced)
+        best = () if self.top is None else (*(r for r, _ in self.top.results), *self.top.sliced)
         return (*self.scores.accumulator, *self.shared, *best)
 
     @property

@@ -356,6 +356,7 @@ GEMMS = {
     "tensordot": lambda h, w, b: torch.tensordot(h, w, dims=([2], [1])),
     "tensordot_one": lambda h, w, b: torch.tensordot(h, w.t(), 1),
     "inner": lambda h, w, b: torch.inner(h, w),
+    "multi_dot": lambda h, w, b: torch.linalg.multi_dot([h.reshape(-1, D), w.t()]),
     "conv1d": lambda h, w, b: F.conv1d(h.transpose(1, 2), w.unsqueeze(-1)),
     "conv1d_bias": lambda h, w, b: F.conv1d(h.transpose(1, 2), w.unsqueeze(-1), b),
     "aten_linear": lambda h, w, b: aten.linear.default(h, w, b),

@@ -308,6 +308,17 @@ def test_explain_names_graph_breaks():
     assert len(explanation.graphs) == 2 and "graph breaks" in str(explanation)
 
 
+def test_explain_says_why_no_graph_was_captured():
+    def picked(x, at):
+        return sum(x[at[i]] for i in (0, 1))
+
+    for _ in range(2):
+        explanation = sparse_inductor.explain(picked, X, torch.zeros(2).long())
+        (one,) = explanation.graph_breaks
+        assert one.why == "Data dependent operator"
+        assert "captured no graph" in str(explanation) and one.why in str(explanation)
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -209,17 +210,29 @@ def test_sizes_may_be_symbolic(splade):
     assert len(sparse_inductor.report().checks) == 1
 
 
-def test_within_a_checkpointed_region(splade):
+@pytest.mark.parametrize("outside", [False, True])
+def test_within_a_checkpointed_region(splade, outside):
+    """What a check computes is no part of a checkpoint around the compiled function."""
     model, args = splade
+    inner = compiled(model) if outside else model
 
     def checkpointed(x, m):
-        return torch.utils.checkpoint.checkpoint(model, x, m, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(inner, x, m, use_reentrant=False)
 
-    got = compiled(checkpointed)(*args)
+    got = (checkpointed if outside else compiled(checkpointed))(*args)
     leaves = [args[0], *model.parameters()]
     found = torch.autograd.grad(got.sum(), leaves)
     torch.testing.assert_close(found, torch.autograd.grad(model(*args).sum(), leaves))
     assert verdicts() == ["agrees"]
+
+
+def test_explain_of_a_checkpointed_region(splade):
+    model, args = splade
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    explained = sparse_inductor.explain(
+        lambda *given: checkpoint(model, *given), *args, verify=True
+    )
+    assert [check.verdict for check in explained.report.checks] == ["agrees"]
 
 
 def test_in_inference_mode_and_with_frozen_parameters(splade):

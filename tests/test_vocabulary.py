@@ -204,6 +204,11 @@ _PRODUCTS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
     ),
     "einsum_outer": (lambda v, b: torch.einsum("i,j->ji", v, b), (V1, BIAS)),
     "tensordot_number": (lambda a, b: torch.tensordot(a, b, 2), (tensor(3, 5, 4), tensor(5, 4, 2))),
+    "vecdot": (lambda a, v: torch.linalg.vecdot(a, v), (A, V1)),
+    "vecdot_along_another": (
+        lambda a, b: torch.linalg.vecdot(a, b, dim=1),
+        (A, tensor(2, 5, 1)),
+    ),
     "conv2d": (
         lambda x, w: F.conv2d(x, w, padding="same"),
         (tensor(2, 4, 3, 5), tensor(6, 4, 1, 1)),
@@ -256,6 +261,7 @@ def test_every_product_is_its_letters(name):
         lambda a, w: torch.einsum("bdd->b", a[:, :4]),
         lambda a, w: F.conv1d(a.mT, w[..., None], stride=2),
         lambda a, w: F.conv1d(a.mT, w[..., None], padding=1),
+        lambda a, w: torch.linalg.multi_dot([a[0], w.t(), w]),
         lambda a, w: (a * a).sum(),
         lambda a, w: a * a,
     ],

@@ -45,7 +45,7 @@ from .inductor import (
     settled_inputs,
     slots_take_lists,
 )
-from .logs import count, sparse_graph_breaks, trace_artifact
+from .logs import count, sparse_graph_breaks, trace_artifact, untraceable
 from .operators import (
     INTERNAL_MODULES,
     NUMPY_WRAPPERS,

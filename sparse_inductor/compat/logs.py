@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from typing import Any
 
 # Not "sparse" alone: a break inside a function of the user's called sparsemax names it.
@@ -18,13 +19,18 @@ def count(name: str, by: int = 1) -> None:
     counters["inductor"][name] += by
 
 
-def sparse_graph_breaks() -> int:
-    """How often Dynamo has ended a graph in this process because of a torch.sparse tensor."""
+def untraceable() -> Counter[str]:
+    """What Dynamo could not trace in this process, and how often: it ended a graph there, or left the frame alone."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
-        return 0
-    breaks = dict(utils.counters["graph_break"])
-    return sum(times for reason, times in breaks.items() if _SPARSE.search(str(reason)))
+        return Counter()
+    kinds = [dict(utils.counters[kind]) for kind in ("graph_break", "unimplemented")]
+    return sum((Counter({str(what): n for what, n in kind.items()}) for kind in kinds), Counter())
+
+
+def sparse_graph_breaks() -> int:
+    """How often that was a torch.sparse tensor."""
+    return sum(times for what, times in untraceable().items() if _SPARSE.search(what))
 
 
 def trace_artifact(name: str, payload: dict[str, Any]) -> None:

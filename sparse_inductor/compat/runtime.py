@@ -81,7 +81,7 @@ def unobserved() -> Iterator[bool]:
     hook. Gives whether it passes through a hook that is not PyTorch's own otherwise.
 
     A checkpoint around a compiled function counts what its forward saves, and a mode counts or replaces what it
-    computes: what a pass computes while the function is compiled is not part of it.
+    computes: what a pass computes while the function is compiled is not part of it, nor what a check of it computes.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 

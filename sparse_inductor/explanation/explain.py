@@ -140,10 +140,9 @@ class Explanation:
         return render(self, title)
 
     def __str__(self) -> str:
+        parts = [str(self.report)] if self.graphs or self.report else []
         if not self.graphs:
-            none = "sparse_inductor: torch.compile captured no graph of this function"
-            return f"{none}\n\n{self.report}" if self.report else none
-        parts = [str(self.report)]
+            parts.insert(0, "sparse_inductor: torch.compile captured no graph of this function")
         if self.graph_breaks:
             lines = [BREAKS]
             for one in self.graph_breaks:
@@ -215,9 +214,11 @@ def explained(
         stack.enter_context(compat.fresh_capture())
         stack.enter_context(random_state_kept(args, kwargs))
         fn, args, kwargs = _isolated(fn, args, kwargs, stack)
-        started = time.perf_counter()
+        met, started = compat.untraceable(), time.perf_counter()
         torch.compile(fn, backend=backend)(*args, **kwargs)
         capture_ms = (time.perf_counter() - started) * 1e3
+    if not capture.graphs:
+        capture.left_alone(compat.untraceable() - met)
     for check in checked.checks:
         capture.report.add_check(check)
     if fresh:
@@ -247,6 +248,11 @@ class Capture:
         slot = slot_value([*session.users_passes(), self])
         with compat.patched_settings(pre_grad_custom_pass=slot):
             yield
+
+    def left_alone(self, reasons: Mapping[str, int]) -> None:
+        """Dynamo compiled nothing of the frame, and no graph says where; what followed from the first reason is left
+        out."""
+        self._breaks += [GraphBreak("?", reason) for reason in [*reasons][:1]]
 
     def explanation(self, capture_ms: float = 0.0) -> Explanation:
         return Explanation(self.report, tuple(self.graphs), tuple(self._breaks), capture_ms)

@@ -124,7 +124,19 @@ def _product(
 
 
 def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
-    x, y = call["input"], call["other" if "other" in call.args else "weight"]
+    return _of_matrices(
+        view, node, call["input"], call["other" if "other" in call.args else "weight"]
+    )
+
+
+def _multi_dot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    """Of two tensors alone: of more, what is between the products is no node."""
+    if len(tensors := listed(call["tensors"])) != 2 or not all(map(view.is_tensor, tensors)):
+        return None
+    return _of_matrices(view, node, *tensors)
+
+
+def _of_matrices(view: GraphView, node: fx.Node, x: Any, y: Any) -> Contraction | None:
     n, m = len(view.shape(x)), len(view.shape(y))
     batch = [f"b{i}" for i in range(max(n, m) - 2)]
     xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
@@ -181,12 +193,18 @@ def _inner(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 
 def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
-    a, b = call["input"], call["other"]
-    if call.get("dim", -1) != -1:
+    a, b, dim = call["input"], call["other"], call.get("dim", -1)
+    xs, ys, out = _side_by_side(view, a, b)
+    if not isinstance(dim, int):
         return None
-    n, m = len(view.shape(a)), len(view.shape(b))
+    return _product(view, node, a, b, xs, ys, [c for c in out if c != out[dim]])
+
+
+def _side_by_side(view: GraphView, x: Any, y: Any) -> tuple[list[str], list[str], list[str]]:
+    """The letters of x, y and x * y."""
+    n, m = len(view.shape(x)), len(view.shape(y))
     names = [f"m{i}" for i in range(max(n, m))]
-    return _product(view, node, a, b, names[-n:], names[-m:], names[:-1])
+    return names[len(names) - n :], names[len(names) - m :], names
 
 
 def _tensordot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
@@ -264,13 +282,11 @@ def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction 
     x, y = inner["input"], inner["other"]
     if not (view.is_tensor(x) and view.is_tensor(y)):
         return None
-    n = len(view.shape(product))
-    names = [f"m{i}" for i in range(n)]
-    mine, theirs = (names[n - len(view.shape(t)) :] for t in (x, y))
+    mine, theirs, names = _side_by_side(view, x, y)
     found = _product(view, product, x, y, mine, theirs, names)
     if found is None:
         return None
-    at = dims[0] % n
+    at = dims[0] % len(names)
     axes: list[str | None] = [name for i, name in enumerate(names) if i != at]
     if call.get("keepdim"):
         axes.insert(at, None)
@@ -285,6 +301,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Contraction | None]] = 
     "tensordot": _tensordot,
     "inner": _inner,
     "vecdot": _vecdot,
+    "multi_dot": _multi_dot,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     "sum": _product_and_sum,
 }

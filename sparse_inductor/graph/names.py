@@ -89,6 +89,7 @@ _ALIASES = {
     "split_with_sizes": "split", "mv": "matmul", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
     "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot", "linalg_matmul": "matmul",
+    "linalg_multi_dot": "multi_dot",
 }  # fmt: skip
 INPLACE_OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow", "iand": "and_", "ior": "or_",

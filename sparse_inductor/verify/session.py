@@ -71,7 +71,8 @@ class Region:
         """The result; the first call decides by which subgraph."""
         with self.lock:
             if self.chosen is None:
-                return self._first(values, needs)
+                with compat.unobserved():
+                    return self._first(values, needs)
         return _run(self.chosen, values)
 
     def backward(

@@ -15,7 +15,7 @@ from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
 from ...graph.gemm import linears
-from ...graph.indices import listed, sole, taken
+from ...graph.indices import listed, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import Part, entries_of, entry_of_axis
@@ -269,11 +269,13 @@ def _separate(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> str | None:
 
 
 def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
-    """Whether a sum is over the terms of each vector, or vectors of texts are added up: a norm, say."""
-    ndim, dim = len(view.shape(call["input"])), sole(call.get("dim"))
-    if ndim < 3 or not isinstance(dim, int):
-        return ndim < 3
-    return _vocabulary_axis(view, call["input"], node) == dim % ndim
+    """Whether a sum is over the terms of each vector, or of all vectors, or adds up vectors of texts: a norm, say."""
+    ndim = len(view.shape(call["input"]))
+    over = [d for d in listed(call.get("dim")) if isinstance(d, int)]
+    if ndim < 3 or not over:
+        return True
+    vocabulary = _vocabulary_axis(view, call["input"], node)
+    return (ndim - 1 if vocabulary is None else vocabulary) in [d % ndim for d in over]
 
 
 def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:

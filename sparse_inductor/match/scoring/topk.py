@@ -1,4 +1,5 @@
-"""The selection of the best documents that alone reads the scores: topk, a maximum, a sort that is cut."""
+"""The selection of the best documents that alone reads the scores: topk, a maximum, a sort that is cut, or the indices
+of these alone."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ _BEST = Atom(0)  # the axis of the results
 class Top:
     """The top-k that alone reads the scores.
 
-    node: the selection; k: how many; dim: of its input; sliced: the nodes that cut a full sort; reduced: whether it is
-    a maximum, whose results lack the axis. path: the views in between, and what else belongs to it. queries: the axes
-    of its input that are the queries, in their order; axes: of the results.
+    node: the selection; k: how many; dim: of its input; results: the nodes of its values (0) and of its indices (1);
+    sliced: the nodes that cut a full sort; reduced: whether it is a maximum, whose results lack the axis. path: the
+    views in between, and what else belongs to it. queries: the axes of its input that are the queries, in their order;
+    axes: of the results.
     """
 
     node: fx.Node
     k: Any
     dim: int
+    results: tuple[tuple[fx.Node, int], ...]
     path: tuple[fx.Node, ...] = ()
     reduced: bool = False
     sliced: tuple[fx.Node, ...] = ()
@@ -41,13 +44,11 @@ class Top:
 
     def put(self, e: Emitter, found: fx.Node) -> None:
         """Have every reader of the selection read `found`, the operator's (values, indices), instead."""
-        for user in list(self.node.users):
-            if user.target is not operator.getitem:
-                continue
-            t = e.cast(e.call(operator.getitem, found, user.args[1]), fake(user).dtype)
+        for part, which in self.results:
+            t = e.cast(e.call(operator.getitem, found, which), fake(part).dtype)
             has = (self.queries, () if self.reduced else (_BEST,))[2 - fake(t).dim() :]
             t = laid_out(e, Placed(t, self.node, has), [flat(axis) for axis in self.axes])
-            for result in [r for r in user.users if r in self.sliced] if self.sliced else [user]:
+            for result in [r for r in part.users if r in self.sliced] if self.sliced else [part]:
                 result.replace_all_uses_with(e.laid_out(t, fake(result)))
 
 
@@ -104,35 +105,42 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
 
 def _selection(view: GraphView, node: fx.Node) -> Top | None:
     call = view.call(node)
-    if not isinstance(dim := call.get("dim", -1), int):
+    n, dim = len(view.shape(call["input"])), call.get("dim", None if call.name == "argmax" else -1)
+    if dim is None and n == 1:
+        dim = 0
+    if not isinstance(dim, int):
         return None
-    dim %= len(view.shape(call["input"]))
-    if any(u.target is not operator.getitem or u.args[1] not in (0, 1) for u in node.users):
-        return None
+    results: tuple[tuple[fx.Node, int], ...] = ((node, 1),)
+    if call.name not in ("argmax", "argsort"):
+        if any(u.target is not operator.getitem or u.args[1] not in (0, 1) for u in node.users):
+            return None
+        results = tuple((u, u.args[1]) for u in node.users)
+    top = Top(node, 1, dim % n, results)
     match call.name:
         case "topk" if call.get("largest", True) is True and call.get("sorted", True) is True:
             k = call["k"]
-            return Top(node, k, dim) if isinstance(k, int) else None
-        case "max_dim":
-            return Top(node, 1, dim, reduced=not call.get("keepdim", False))
-        case "sort" if call.get("descending", False) is True:
-            return _cut_sort(view, node, dim)
+            return dataclasses.replace(top, k=k) if isinstance(k, int) else None
+        case "max_dim" | "argmax":
+            return dataclasses.replace(top, reduced=not call.get("keepdim", False))
+        case "sort" | "argsort" if call.get("descending", False) is True:
+            return _cut_sort(view, top)
     return None
 
 
-def _cut_sort(view: GraphView, node: fx.Node, dim: int) -> Top | None:
+def _cut_sort(view: GraphView, sort: Top) -> Top | None:
     """A sort of which only the first k are read."""
-    cuts = [reader for part in node.users for reader in view.readers(part)]
+    cuts = [reader for part, _ in sort.results for reader in view.readers(part)]
     lengths = set()
     for cut in cuts:
         found = part_of(view, view.call(cut))
-        if found is None or found[1] != dim or not isinstance(found[2], slice) or found[2].start:
+        if found is None or found[1] != sort.dim or not isinstance(found[2], slice):
             return None
-        if view.read_by_strides(cut):
+        if found[2].start or view.read_by_strides(cut):
             return None
         lengths.add(found[2].stop)
-    size = view.shape(node.args[0])[dim]
+    size = view.shape(view.call(sort.node)["input"])[sort.dim]
     k = lengths.pop() if len(lengths) == 1 else None
     if not (isinstance(k, int) and isinstance(size, int) and 0 < k <= size):
         return None
-    return Top(node, k, dim, (*node.users, *cuts), sliced=tuple(cuts))
+    path = (*(part for part, _ in sort.results), *cuts)
+    return dataclasses.replace(sort, k=k, path=path, sliced=tuple(cuts))

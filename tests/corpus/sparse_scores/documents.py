@@ -28,7 +28,6 @@ each(
     one_query_take_then_dot=lambda c, q: torch.einsum("nl,nl->n", torch.take(q, c.ids), c.values),
     masked_sum=lambda c, q: (q[c.ids] * c.values * c.mask).sum(dim=-1),
     vecdot=lambda c, q: torch.linalg.vecdot(q[c.ids], c.values, dim=-1),
-    best_document=lambda c, q: (q[c.ids] * c.values).sum(-1).argmax(),
 )
 
 
@@ -43,6 +42,9 @@ each(
     scoring(),
     # einsum with the values first, and top-k
     einsum_over_batch=lambda c, q: torch.einsum("nl,bnl->bn", c.values, q[:, c.ids]).topk(K),
+    vecdot_of_queries=lambda c, q: torch.linalg.vecdot(
+        c.values[..., None], q.t()[c.ids], dim=1
+    ).t(),
 )
 
 
@@ -212,9 +214,25 @@ def binary_documents(c, q):
     return (q[:, c.ids] * c.mask).sum(-1).topk(K, sorted=False)[0].sort(-1)[0]
 
 
-@scoring()
-def ranked_ids(c, q):
-    return (q[:, c.ids] * c.values).sum(-1).argsort(dim=-1, descending=True)[:, :K]
+each(
+    scoring(note="the scores are not written"),
+    ranked_ids=lambda c, q: (
+        (q[:, c.ids] * c.values).sum(-1).argsort(dim=-1, descending=True)[:, :K]
+    ),
+    best_ids=lambda c, q: (q[:, c.ids] * c.values).sum(-1).argmax(-1, keepdim=True),
+)
+
+
+each(
+    scoring(batch=False, note="the scores are not written"),
+    best_document=lambda c, q: (q[c.ids] * c.values).sum(-1).argmax(),
+)
+
+
+@scoring(note="padded documents")
+def best_pair_of_query_and_document(c, q):
+    """argmax without an axis counts through all scores"""
+    return (q[:, c.ids] * c.values).sum(-1).argmax()
 
 
 @scoring()

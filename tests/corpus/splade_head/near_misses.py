@@ -143,6 +143,12 @@ def temperature_logsumexp(logits, mask):
     return torch.log1p(torch.relu(0.1 * torch.logsumexp(logits / 0.1, dim=1)))
 
 
+@head("penalties on all weights of the tokens: numbers, and no vectors of texts")
+def penalties_alone(logits, mask):
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights.abs().sum(-1).mean() + weights.mean()
+
+
 @head("mean pooling", at=".mean(dim=1)")
 def power_mean(logits, mask):
     weights = tokens(logits) * mask.unsqueeze(-1)
