@@ -33,6 +33,7 @@ from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.shapes import order_of
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
+from sparse_inductor.graph.vocabulary import NEGATIONS, REGROUPS, SPREADS
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.pooling import (
@@ -300,7 +301,16 @@ def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -
         return False
     others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
     turned = len(others) == 1 and others[0] < red.dim
-    return not (turned or _sequence_first(view, linear.source))
+    masked = any(_is_transposed(view, n) for row in chain.rows for n in row.term.nodes)
+    return not (turned or masked or _sequence_first(view, linear.source))
+
+
+def _is_transposed(view: GraphView, mask: fx.Node) -> bool:
+    """Whether a mask [sequence, batch] is the transpose of one [batch, sequence]."""
+    source, _ = view.behind(mask, REGROUPS | SPREADS | NEGATIONS | {"getitem", "cast"})
+    call = view.call(source)
+    x = call.get("input")
+    return view.is_tensor(x) and len(view.shape(x)) == 2 and order_of(call, 2) == [1, 0]
 
 
 def _sequence_first(view: GraphView, node: fx.Node) -> bool:

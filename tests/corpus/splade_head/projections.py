@@ -162,6 +162,12 @@ def sequence_first_inside(h, mask, w, b):
     return (tokens(logits) * mask.t()[..., None]).amax(0)
 
 
+@encoder(inputs=(lambda: hidden(shape=(S, B, D)), lambda: mask() == 0))
+def sequence_first(self, h, padding):
+    """nn.Transformer's layout: the hidden states [S, B, D], the mask of padding [B, S]."""
+    return tokens(self.decoder(h)).masked_fill(padding.t().unsqueeze(-1), 0.0).max(0).values
+
+
 @encoder("no_rewrite", "over the batch: axis 0 is a sequence where", at=".amax(1)")
 def terms_first_over_the_batch(self, h, mask):
     """Which terms a batch has at each position."""
