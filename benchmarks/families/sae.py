@@ -116,15 +116,16 @@ class Sparsify(TopK):
     """With the encoder and the decoder of the package eai-sparsify, whose weights lie as it has them."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(shape, device, dtype)
-        self.W_enc = nn.Parameter(self.W_enc.detach().t().contiguous())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         from sparsify.fused_encoder import fused_encoder
         from sparsify.utils import decoder_impl
 
-        values, indices, _ = fused_encoder(x - self.b_dec, self.W_enc, self.b_enc, self.k, "topk")
-        y = decoder_impl(indices, values.to(x.dtype), self.W_dec.mT) + self.b_dec
+        super().__init__(shape, device, dtype)
+        self.W_enc = nn.Parameter(self.W_enc.detach().t().contiguous())
+        self.encode, self.decode = fused_encoder, decoder_impl
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        values, indices, _ = self.encode(x - self.b_dec, self.W_enc, self.b_enc, self.k, "topk")
+        y = self.decode(indices, values.to(x.dtype), self.W_dec.mT) + self.b_dec
         return ((y.float() - x.float()).square().sum(-1).mean(),)
 
 
