@@ -38,9 +38,8 @@ def programs(batch: int, length: int):
     )
     kept = torch.arange(length).expand(batch, -1) % 3 > 0
     lengths = torch.arange(batch) % (length + 1)
-    apart = torch.arange(
-        6.0
-    )  # where all rows of a weight are equal, rounding would say which are the largest
+    # Where all rows of a weight are equal, rounding would say which are the largest.
+    apart = torch.arange(6.0)
     return {
         "relu_ffn": (lambda x, w, d: block(x, w, d), (x, square, (4, 6))),
         "relu_ffn_gated": (

@@ -29,7 +29,7 @@ def untraceable() -> Counter[str]:
 
 
 def sparse_graph_breaks() -> int:
-    """How often that was a torch.sparse tensor."""
+    """How often Dynamo could not trace a torch.sparse tensor in this process."""
     return sum(times for what, times in untraceable().items() if _SPARSE.search(what))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparse_inductor.aten import sparse_rows as aten
+from sparse_inductor.kernels.common import transpose
 from sparse_inductor.kernels.sparse_rows import sums as topk_sums
 from sparse_inductor.kernels.sparse_rows import topk as topk_rows
 from support import heavy
@@ -68,7 +69,7 @@ def test_sums_by_row_and_by_column(sort, device, monkeypatch):
     assert all(map(torch.equal, by, wanted)) and wanted.total.max() == M
     sums = aten.outer(values, x, wanted, False)
     torch.testing.assert_close(topk_sums.outer(values, x, by, False), sums)
-    monkeypatch.setattr(topk_sums, "TILE", 8)
+    monkeypatch.setattr(transpose, "TILE", 8)
     monkeypatch.setattr(topk_sums, "BUFFER", 1)
     found = topk_sums.outer(values, x, by, True)
     torch.testing.assert_close(found, sums)

@@ -51,6 +51,11 @@ def transpose(
         run(_transpose_kernel, grid, args, {"TILE": tile, "BESIDE": False}, 4)
 
 
+def buffered_rows(t: Tensor, most: int) -> int:
+    """How many rows like those of t [N, D], whole tiles of them, `most` bytes of a buffer have room for."""
+    return max(1, most // (t.shape[1] * t.element_size() * TILE)) * TILE
+
+
 def row_major(t: Tensor, run: Launcher = launch, beside: bool = False) -> Tensor:
     """t [N, D], or a copy of it, with unit stride along its rows. run: launches the kernel. beside: copy while the
     preceding kernel ends, which triggers its dependents early and does not write t."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common.launch import relaunched
-from ..common.transpose import TILE, transpose
+from ..common.transpose import buffered_rows, transpose
 from . import gather
 from .gather import FLIGHT, fp32, in_pairs
 from .packing import popcount
@@ -216,7 +216,7 @@ def sums_by_neuron(
     outs = [t for t in (out_a, out_b) if t is not None]
     step = N
     if any(t.stride(1) != 1 for t in outs):
-        step = min(N, max(1, BUFFER // (D * x.element_size() * len(outs)) // TILE) * TILE)
+        step = min(N, buffered_rows(x, BUFFER // len(outs)))
     buffers = [None if t.stride(1) == 1 else t.new_empty(step, D) for t in outs]
     for first in range(0, N, step):
         part = slice(first, min(first + step, N))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
-from ..common.transpose import TILE, row_major, transpose
+from ..common.transpose import buffered_rows, row_major, transpose
 from ..relu_ffn.columns import TokenLists, sum_entries, sum_options
 
 # Choices of the columns of a weight per program, of which the largest that stays in L2 (50 MB on an H100) is taken: all
@@ -211,7 +211,7 @@ def outer(
     parts = triton.cdiv(D, constants["WIDTH"])
     lists = *by, x, values, sums, sides
     run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 1)
-    step = max(1, BUFFER // (D * x.element_size() * TILE)) * TILE if column_major else N
+    step = buffered_rows(x, BUFFER) if column_major else N
     for first in range(0, N, step):
         rows = x.new_empty(min(step, N - first), D) if column_major else out
         args = *lists, rows, bias, first, D, x.stride(0)
