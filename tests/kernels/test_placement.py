@@ -1,4 +1,4 @@
-"""Places in one allocation: tensors share memory only if a step lies between their lifetimes."""
+"""Places in one allocation: tensors share memory only if their lifetimes are disjoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_inductor.kernels.common.placement import BETWEEN, placed
+from sparse_inductor.compat.triton import KernelLaunch
+from sparse_inductor.kernels.common.launches import Address
+from sparse_inductor.kernels.common.placement import placed
+from sparse_inductor.kernels.common.plan import Launch
+from sparse_inductor.kernels.common.recording import lifetimes
 
 ALIGNMENT = 16
 SPANS = st.tuples(st.integers(0, 12), st.integers(0, 4)).map(lambda t: (t[0], t[0] + t[1]))
@@ -28,19 +32,28 @@ def test_what_is_used_at_the_same_time_shares_nothing(tensors):
     for (a, (size, _, one)), (b, (other, _, two)) in itertools.combinations(
         zip(offsets, tensors), 2
     ):
-        steps = {*range(one[0] - BETWEEN, one[1] + BETWEEN + 1)}
-        if not steps.isdisjoint(range(two[0], two[1] + 1)) and size and other:
+        if one[0] <= two[1] and two[0] <= one[1] and size and other:
             assert a + size <= b or b + other <= a
     assert total <= sum(size + ALIGNMENT for size, *_ in tensors)
     assert (offsets, total) == of(tensors)
 
 
-def test_a_chain_takes_three_places():
-    """Each step reads the tensor of the step before: one step lies between a tensor and the third after it."""
-    offsets, total = of([(32, 0, (n, n + 1)) for n in range(9)])
-    assert offsets == [0, 32, 64] * 3 and total == 96
+def test_a_chain_takes_two_places():
+    """Each step reads the tensor of the step before."""
+    offsets, total = of([(32, 0, (n, n + 1)) for n in range(8)])
+    assert offsets == [0, 32] * 4 and total == 64
 
 
 def test_the_largest_is_placed_first():
     """One that is used all the time does not keep two large ones from sharing."""
     assert of([(16, 0, (0, 9)), (64, 0, (0, 2)), (64, 0, (5, 9))]) == ([64, 0, 0], 80)
+
+
+def test_what_a_kernel_that_starts_early_writes_to_is_in_use_during_the_step_before():
+    """A chain as above takes a third place."""
+    for early, places in ((False, 2), (True, 3)):
+        kernel = KernelLaunch(None, (1, 1, 1), 32, 0, 1, False, early)
+        steps = [Launch(kernel, [Address(n, 0), Address(n + 1, 0)]) for n in range(8)]
+        used = [*lifetimes(steps).values()]
+        assert used[1:-1] == [(n - early, n + 1) for n in range(7)]
+        assert of([(32, 0, span) for span in used])[1] == 32 * places

@@ -5,10 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-# Steps between two tensors that share memory. With programmatic dependent launch a kernel may write to new memory while
-# its predecessor runs, but not before all kernels in front of that one have ended (`pdl`): one step is sufficient.
-BETWEEN = 1
-
 
 def placed(
     sizes: Sequence[int],
@@ -28,7 +24,7 @@ def placed(
         first, last = lifetimes[i]
         for begin, end, other in taken:
             before, after = lifetimes[other]
-            if after + BETWEEN < first or last + BETWEEN < before:
+            if after < first or last < before:
                 continue
             if at + sizes[i] <= begin:
                 break

@@ -259,13 +259,13 @@ class Recording(TorchDispatchMode):
         allocated += sorted(single - self._results - self._divided - {*allocated})
         results = sorted(self._results)
         one_by_one = {*allocated, *results}
-        lifetimes = _lifetimes(self._steps)
-        scratch = [b for b in lifetimes if b >= count and b - count not in one_by_one]
+        in_use = lifetimes(self._steps)
+        scratch = [b for b in in_use if b >= count and b - count not in one_by_one]
         parts = [self._made[b - count] for b in scratch]
         offsets, size = placed(
             [t.room for t in parts],
             [t.address % PAGE for t in parts],
-            [lifetimes[b] for b in scratch],
+            [in_use[b] for b in scratch],
             PAGE,
         )
         at = {b: Address(count + len(allocated), offset) for b, offset in zip(scratch, offsets)}
@@ -310,13 +310,18 @@ class Recording(TorchDispatchMode):
         return Number(len(found) - 1)
 
 
-def _lifetimes(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
-    """By base, the first and the last step that uses an address on it."""
+def lifetimes(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
+    """By base, the first and the last step during which it is in use.
+
+    A kernel with programmatic dependent launch may write to new memory while the step before it runs, but not before
+    all steps in front of that one have ended (`pdl`).
+    """
     found: dict[int, tuple[int, int]] = {}
     for n, step in enumerate(steps):
+        begin = n - 1 if isinstance(step, Launch) and step.kernel.early else n
 
-        def use(place: Address, n: int = n) -> Address:
-            found[place.base] = found.get(place.base, (n, n))[0], n
+        def use(place: Address, begin: int = begin, n: int = n) -> Address:
+            found[place.base] = found.get(place.base, (begin, n))[0], n
             return place
 
         relocated(step, use)
