@@ -83,9 +83,10 @@ def relocated(a: Any, moved: Callable[[Address], Address]) -> Any:
 
 
 class Layouts(NamedTuple):
-    """Number of inputs and allocated tensors, bytes of scratch memory, and the layouts `of` the tensors at all
-    bases."""
+    """The device, numbers of inputs and allocated tensors, bytes of scratch memory, and the layouts `of` the tensors at
+    all bases."""
 
+    device: torch.device
     inputs: int
     allocated: int
     scratch: int
@@ -99,15 +100,12 @@ class Plan:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        layouts: Layouts,
-        steps: Sequence[Step],
-        result: Callable[[list[Any]], Any],
+        self, layouts: Layouts, steps: Sequence[Step], result: Callable[[list[Any]], Any]
     ) -> None:
         self.current = True  # until `forget`
-        self._device, self._result = device, result
-        inputs, allocated, self._scratch, of = layouts
+        self._result = result
+        device, inputs, allocated, self._scratch, of = layouts
+        self._device = device
         self._allocated = of[inputs : inputs + allocated]
         self._results = len(of) - inputs - allocated - 1
         self._empty = compat.allocator(device)
@@ -201,8 +199,8 @@ def built(
     if kind is View:
         return _seen(shape, layouts)
     if kind is Empty:
-        size, stride, dtype = shape
-        return lambda tensors: tensors[0].new_empty_strided(size, stride, dtype=dtype)
+        empty = compat.allocator(layouts.device)
+        return lambda tensors: empty(*shape)
     if kind not in (list, tuple) or (views is None and not _has_views(shape)):
         return lambda tensors: shape
     parts = [built(s, views, layouts) for s in shape]

@@ -288,9 +288,9 @@ class Recording(TorchDispatchMode):
         ]
         bases = [*map(layout_of, self._inputs), *made, None]
         bases += [self._made[i].layout for i in results]
-        layouts = Layouts(count, len(made), size, bases)
+        layouts = Layouts(self._device, count, len(made), size, bases)
         steps = relocated(self._steps, moved)
-        return Plan(self._device, layouts, steps, built(shape, views, layouts))
+        return Plan(layouts, steps, built(shape, views, layouts))
 
     def _returned(self, result: Any, found: list[View | None]) -> Any:
         """The result with tensors replaced by their index in `found`, which has None for an empty tensor."""
