@@ -174,6 +174,8 @@ class BackwardWalk:
                 "every token has a weight for its own term alone: scatter_reduce of 'amax' into one row a text makes "
                 "no rows of tokens"
             )
+        if view.const(node) is not None:
+            raise self.decline(f"{name} makes a number of every element, no linear does")
         raise self.decline(f"{name} after the linear is no step of an operator")
 
     # Shape and dtype
