@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import sys
 import threading
@@ -63,7 +65,7 @@ def test_any_history_gives_what_a_dictionary_gives(tmp_path):
 def test_pages_and_batches():
     index = NamedIndex(V, weights="int8")
     index.put(
-        "abcd", torch.diag(torch.tensor([4.0, 3, 2, 1]))[:, [0, 1, 2, 3, *[0] * (V - 4)]].clone()
+        [*"abcd"], torch.diag(torch.tensor([4.0, 3, 2, 1]))[:, [0, 1, 2, 3, *[0] * (V - 4)]].clone()
     )
     q = torch.ones(2, V)
     whole = index.search(q, 9)
@@ -75,7 +77,7 @@ def test_pages_and_batches():
 
 @pytest.mark.parametrize(("names", "documents", "error"), [
     (["a", "a"], [{1: 1.0}] * 2, ValueError), (["a"], [{1: 1.0}] * 2, ValueError), ([1], [{1: 1.0}], TypeError),
-    (["b"], [{V: 1.0}], ValueError),
+    (["b"], [{V: 1.0}], ValueError), ("b", [{1: 1.0}], TypeError),
 ])  # fmt: skip
 def test_what_is_refused_changes_nothing(names, documents, error):
     index = NamedIndex(V)
@@ -85,11 +87,35 @@ def test_what_is_refused_changes_nothing(names, documents, error):
     assert index.search({1: 1.0}, 9) == [[("a", 1.0)]] and "b" not in index
 
 
+@pytest.mark.parametrize("names", ["a", [1]])
+def test_what_names_no_documents_is_refused(names):
+    index = NamedIndex(V)
+    index.put(["a"], [{1: 1.0}])
+    for call in (index.delete, lambda n: index.search({1: 1.0}, 9, deny=n)):
+        with pytest.raises(TypeError, match="names must be"):
+            call(names)
+    assert len(index) == 1
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda i: pickle.loads(pickle.dumps(i))]
+)
+def test_copies_are_of_their_own(copied):
+    index = NamedIndex(V)
+    index.put(["a", "b"], [{1: 1.0}, {1: 2.0}])
+    index.delete(["b"])
+    other = copied(index)
+    index.put(["c"], [{1: 3.0}])
+    other.put(["d"], [{1: 4.0}])
+    assert index.search({1: 1.0}, 9) == [[("c", 3.0), ("a", 1.0)]]
+    assert other.search({1: 1.0}, 9) == [[("d", 4.0), ("a", 1.0)]]
+
+
 def test_the_file_is_one_of_an_index(tmp_path):
     index = NamedIndex(V)
     index.save(tmp_path / "none")
     assert len(NamedIndex.load(tmp_path / "none")) == 0
-    index.put(["a", ""], [{1: 1.0}, {2: 1.0}])
+    index.put(["\ud800", ""], [{1: 1.0}, {2: 1.0}])
     index.save(tmp_path / "x", progress=True)
     assert len(SparseIndex.load(tmp_path / "x")) == 2
     assert NamedIndex.load(tmp_path / "x").search({2: 1.0}, 1) == [[("", 1.0)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import resource
@@ -10,8 +11,10 @@ from importlib import metadata
 
 import pytest
 import torch
+from entmax import sparsemax
 
 import sparse_inductor
+from fuzz.compare import COMPILING
 from processes import python
 from programs import Block, batch, encoder
 from sparse_inductor import ability, admission, rewrite
@@ -159,6 +162,33 @@ def test_without_a_compiler_torch_says_so_and_eager_still_works(tmp_path):
     done = python("-W", "ignore", "-c", WITHOUT_COMPILER, **env)
     first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
     assert first.endswith("True") and last == "works", done.stdout
+
+
+# Long programs
+
+
+def repeated(step, times=30):
+    return lambda z: functools.reduce(lambda z, _: step(z), range(times), z)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, w, keep: repeated(lambda z: z * z)(torch.relu(x @ w.T)) @ w,
+        lambda x, w, keep: repeated(lambda z: z + 0.5 * z)(x @ w.T).topk(2).values,
+        lambda x, w, keep: sparsemax(repeated(lambda z: z + 0.5 * z)(x), -1) @ w.T,
+        lambda x, w, keep: sparsemax((x @ x.mT).masked_fill(~repeated(lambda k: k & k)(keep), -1e9), -1) @ x,
+        lambda x, w, keep: torch.where(repeated(lambda k: k & k)((z := x @ w.T) > 0), z, 0.0).amax(1),
+        lambda x, w, keep: repeated(lambda z: z * keep[:, :1], 600)(torch.relu(x @ w.T)).amax(1),
+    ],
+    ids=["product", "sum", "scores", "mask", "condition", "chain"],
+)  # fmt: skip
+def test_a_long_program_is_read_in_no_time(program):
+    """Each of 30 steps reads the one before it twice; of 600, one after the other, none is a RecursionError."""
+    inputs = torch.randn(2, 5, 6), torch.randn(24, 6), torch.ones(5, 5, dtype=torch.bool)
+    with sparse_inductor.enabled(), torch.no_grad():
+        COMPILING["graph"](program)(*inputs)
+    assert not rewrite.failures
 
 
 # A long run

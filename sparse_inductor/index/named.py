@@ -49,6 +49,15 @@ class NamedIndex:
         numbers = {name: i for i, (name, lost) in enumerate(zip(names, gone)) if not lost}
         self._held = index, names, numbers
 
+    def __getstate__(self) -> tuple[SparseIndex, list[str]]:
+        """Documents and names of one moment: a copy is of its own."""
+        with self._writing:
+            index, names, _ = self._held
+            return copy.copy(index), names[: len(index)]
+
+    def __setstate__(self, state: tuple[SparseIndex, list[str]]) -> None:
+        self._begin(*state)
+
     @property
     def index(self) -> SparseIndex:
         """The documents by numbers, to be read only. `compact` makes another one."""
@@ -69,10 +78,7 @@ class NamedIndex:
         Raises ValueError for another number of names than of documents or a name given twice, TypeError for a name that
         is no string, and what `SparseIndex.append` raises; nothing has changed then.
         """
-        given = list(names)
-        for name in given:
-            if not isinstance(name, str):
-                raise TypeError(f"names must be strings, got {name!r}")
+        given = _strings(names)
         if len({*given}) < len(given):
             raise ValueError("a name is given twice")
         segments = self.index._prepare(documents, 0)
@@ -91,10 +97,11 @@ class NamedIndex:
             return len(old)
 
     def delete(self, names: Iterable[str]) -> int:
-        """Delete documents; returns how many were there."""
+        """Delete documents; returns how many were there. Raises TypeError for a name that is no string."""
+        given = {*_strings(names)}
         with self._writing:
             index, _, numbers = self._held
-            there = [name for name in {*names} if name in numbers]
+            there = [name for name in given if name in numbers]
             index.delete([numbers[name] for name in there])
             for name in there:
                 del numbers[name]
@@ -124,7 +131,8 @@ class NamedIndex:
                 index = copy.copy(index)
                 for kind, some in (("allow", allow), ("deny", deny)):
                     if some is not None:
-                        filters[kind] = [numbers[name] for name in some if name in numbers]
+                        given = _strings(some)
+                        filters[kind] = [numbers[name] for name in given if name in numbers]
         scores, ids = index.search(queries, k, offset=offset, min_score=min_score, **filters)
         return [
             [(held[i], s) for s, i in zip(line, found) if i >= 0]
@@ -146,7 +154,7 @@ class NamedIndex:
         """Write documents and names to one file, as `SparseIndex.save` does, whose `load` reads it, too."""
         index, names, _ = self._held
         contents = index._contents
-        texts = [name.encode() for name in names[: contents.count]]
+        texts = [name.encode(errors="surrogatepass") for name in names[: contents.count]]
         ends = torch.tensor([len(t) for t in texts], dtype=torch.int64, device="cpu").cumsum(0)
         whole = bytearray(b"".join(texts))
         blob = torch.frombuffer(whole, dtype=torch.uint8) if whole else torch.zeros_like(ends[:0])
@@ -176,13 +184,26 @@ class NamedIndex:
         return index
 
 
+def _strings(names: Iterable[str]) -> list[str]:
+    if isinstance(names, str):  # an iterable of its letters
+        raise TypeError(f"names must be a list of strings, got {names!r}")
+    given = list(names)
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got {name!r}")
+    return given
+
+
 def _names(path: Any, tensors: dict[str, Tensor], count: int) -> list[str]:
     try:
         whole, ends = tensors["names"].numpy().tobytes(), tensors["name_ends"].tolist()
         edges: Sequence[int] = [0, *ends]
         if len(ends) != count or edges[-1] != len(whole) or sorted(edges) != edges:
             raise ValueError("names of other documents")
-        return [whole[low:high].decode() for low, high in itertools.pairwise(edges)]
+        return [
+            whole[low:high].decode(errors="surrogatepass")
+            for low, high in itertools.pairwise(edges)
+        ]
     except (KeyError, ValueError) as error:
         raise IndexFileError(f"{path} has no names of its documents ({error})") from error
 

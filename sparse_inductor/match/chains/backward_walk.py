@@ -40,6 +40,7 @@ from .epilogue_chain import (
 )
 
 _MAX_DEPTH = 64
+_MAX_LINEARS = 256  # z = z * z and z = z + z have twice as many at each step
 
 _NOT_MONOTONE = {
     "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan", "erfc",
@@ -72,6 +73,8 @@ def walk_back(
         cut = view.walks_cut
         try:
             found = _walk_back(view, seen, depth, walk)
+            if sum(len(linear.summands) for linear in found.linears) > _MAX_LINEARS:
+                raise NoMatch(f"more than {_MAX_LINEARS} linears are combined here", seen)
         except NoMatch as reason:
             found = reason
         # Of a walk that was cut off, one from a nearer reader may come further.
@@ -171,6 +174,8 @@ class BackwardWalk:
                 "every token has a weight for its own term alone: scatter_reduce of 'amax' into one row a text makes "
                 "no rows of tokens"
             )
+        if view.const(node) is not None:
+            raise self.decline(f"{name} makes a number of every element, no linear does")
         raise self.decline(f"{name} after the linear is no step of an operator")
 
     # Shape and dtype

@@ -79,6 +79,7 @@ def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool
 
 # What is kept where both hold, and (with `negate`) what is replaced where one does.
 _BOTH = {False: "and_", True: "or_"}
+_MAX_CONDITIONS = 32
 
 
 def kept(
@@ -121,23 +122,34 @@ def _conditions(
 ) -> tuple[list[Any], tuple[fx.Node, ...]]:
     """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
     that combine them."""
+    parts: list[Any] = []
+    nodes: list[fx.Node] = []
+    queue = [x]
+    while queue and len(parts) + len(queue) <= _MAX_CONDITIONS:  # k & k is twice as many each time
+        one = queue.pop(0)
+        sides, combined = _combined(view, one, node, negate)
+        parts += [] if sides else [one]
+        queue[:0] = sides
+        nodes += combined
+    return parts + queue, tuple(nodes)
+
+
+def _combined(
+    view: GraphView, x: Any, node: fx.Node, negate: bool
+) -> tuple[list[Any], list[fx.Node]]:
+    """The two conditions that make one, and the nodes that combine them; nothing where it is no such combination."""
     below, copies = view.behind(x, COMPARED | {"cast"})
     call = view.call(below)
     if call.inplace or call.name != _BOTH[negate]:
-        return [x], ()
-    sides = call["input"], call["other"]
-    parts: list[Any] = []
-    nodes = [*copies, below]
+        return [], []
+    sides = [call["input"], call["other"]]
     for side in sides:
         whole = view.is_tensor(side) and view.dtype(side) == torch.bool
         if not whole or view.value(side, below) is not side:
-            return [x], ()
+            return [], []
         if view.effects.changes(side, below, node):
-            return [x], ()  # the operator would read it later than it is read here
-        found, more = _conditions(view, side, node, negate)
-        parts += found
-        nodes += more
-    return parts, tuple(nodes)
+            return [], []  # the operator would read it later than it is read here
+    return sides, [*copies, below]
 
 
 def _gated(

@@ -21,35 +21,47 @@ from ...graph.view import GraphView, rounded
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
 _ABOVE = 32  # nodes that a bias is made of that are looked at
+_MAX_STEPS = 32  # operations on a boolean that are followed, masks that are combined
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 
 
 def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     """The masks that all have to keep a key, before they were negated, compared with zero or viewed: `a & b` is two,
     and so is the negation of `a | b`."""
+    parts: list[Placed] = []
+    queue = [mask]
+    while queue and len(parts) + len(queue) <= _MAX_STEPS:  # k & k is twice as many each time
+        one = queue.pop(0)
+        inner = _apart(view, one)
+        parts += [] if inner else [one]
+        queue[:0] = inner
+    return parts + queue
+
+
+def _apart(view: GraphView, mask: Placed) -> list[Placed]:
+    """What a mask is made of, one operation further up; nothing where that says less."""
     node, negate, axes = mask.node, mask.negate, mask.axes
     call = view.call(node)
     of = [call.get("input")]
     if call.inplace:
-        return [mask]
+        return []
     boolean = view.dtype(node) == torch.bool
     moves = view.is_tensor(of[0]) and fake(node).device != fake(of[0]).device
     of_zero = call.name in ("eq", "ne") and view.const(call["other"], node) == 0
     if call.name in VIEWS and view.is_tensor(of[0]):
         moved = if_matched(above, view, node, call, axes)
         if moved is None:
-            return [mask]
+            return []
         axes = tuple(moved)
     elif boolean and not moves and (of_zero or call.name in NEGATIONS | {"cast"}):
         negate ^= call.name == "eq" or call.name in NEGATIONS
     elif boolean and call.name == ("or_" if negate else "and_"):
         of.append(call["other"])
     else:
-        return [mask]
+        return []
     if any(not view.is_tensor(x) or view.value(x, node) is None for x in of):
-        return [mask]
-    inner = [beside(view, x, axes, node, negate=negate) for x in of]
-    return [part for one in inner for part in conjuncts(view, one)]
+        return []
+    return [beside(view, x, axes, node, negate=negate) for x in of]
 
 
 def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
@@ -194,25 +206,31 @@ class Choice(NamedTuple):
 
 
 def choice(
-    view: GraphView, x: Any, reader: fx.Node, axes: Sequence[Axis] = (), numbers: bool = False
+    view: GraphView,
+    x: Any,
+    reader: fx.Node,
+    axes: Sequence[Axis] = (),
+    numbers: bool = False,
+    most: int = _MAX_STEPS,
 ) -> Choice | None:
     """How what `reader` sees of a tensor is one of two numbers, as a boolean says: a selection between constants, or
     the boolean itself, times a number and plus another. None for other tensors.
 
     axes: of the tensor; without them no view is followed. numbers: whether what is made of nothing but numbers is
-    computed, to see which they are.
+    computed, to see which they are. most: how many operations are followed.
     """
     if view.is_tensor(x) and view.dtype(x) == torch.bool:
         return Choice(x, reader, axes, 1.0, 0.0)
     node = view.value(x, reader) if isinstance(x, fx.Node) else None
-    if node is None or not view.is_tensor(stored(node)):
+    if not most or node is None or not view.is_tensor(stored(node)):
         return None
-    found = _chosen(view, node, view.call(node), axes, numbers) if view.is_tensor(node) else None
+    call, tensor = view.call(node), view.is_tensor(node)
+    found = _chosen(view, node, call, axes, numbers, most - 1) if tensor else None
     return found or (_constant(view, node, reader, axes) if numbers else None)
 
 
 def _chosen(
-    view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis], numbers: bool
+    view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis], numbers: bool, most: int
 ) -> Choice | None:
     for one in _by_booleans(view, node, call):
         a, b = view.const(one.x, node), view.const(one.other, node)
@@ -241,7 +259,7 @@ def _chosen(
         sizes = view.shape(x)
         last = axes[len(axes) - len(sizes) :]
         axes = [() if same_size(size, 1) else axis for size, axis in zip(sizes, last)]
-    inner = choice(view, x, node, axes, numbers) if math.isfinite(scale) else None
+    inner = choice(view, x, node, axes, numbers, most) if math.isfinite(scale) else None
     if inner is None:
         return None
     on, off = (rounded(c * scale + term, view.dtype(node)) for c in (inner.on, inner.off))

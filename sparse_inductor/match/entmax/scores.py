@@ -8,8 +8,9 @@ Whatever order a program scales, adds and masks in, it is brought into that orde
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
 
 _MAX_DEPTH = 48
+_MAX_READS = 1024  # z = z + z has two ways at each step; without a product both are tried
 # Adding a score to a number this large gives the number back in any precision that has it.
 ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
@@ -60,10 +62,16 @@ class Scores:
 
 
 def read_scores(
-    view: GraphView, source: fx.Node, reader: fx.Node, axes: Sequence[Axis], depth: int = 0
+    view: GraphView,
+    source: fx.Node,
+    reader: fx.Node,
+    axes: Sequence[Axis],
+    depth: int = 0,
+    reads: Iterator[int] | None = None,
 ) -> Scores:
     """The scores that `reader` sees of `source`, whose axes are `axes`. Raises NoMatch."""
-    if depth > _MAX_DEPTH:
+    reads = reads or itertools.count()
+    if depth > _MAX_DEPTH or next(reads) > _MAX_READS:
         raise NoMatch("the chain of operations is too long", source)
     node = view.value(source, reader)
     if node is None:
@@ -75,7 +83,7 @@ def read_scores(
     if not call:
         what = "an input of the graph" if node.op == "placeholder" else label(node)
         raise NoMatch(f"the scores come from {what}, not from a product of queries and keys", node)
-    return _Step(view, node, call, list(axes), depth).read()
+    return _Step(view, node, call, list(axes), depth, reads).read()
 
 
 def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
@@ -112,8 +120,17 @@ def scaled(found: Scores, c: float, node: fx.Node) -> Scores:
 class _Step:
     """One operation on the scores."""
 
-    def __init__(self, view: GraphView, node: fx.Node, call: Call, axes: list[Axis], depth: int):
-        self.view, self.node, self.call, self.axes, self.depth = view, node, call, axes, depth
+    def __init__(
+        self,
+        view: GraphView,
+        node: fx.Node,
+        call: Call,
+        axes: list[Axis],
+        depth: int,
+        reads: Iterator[int],
+    ):
+        self.view, self.node, self.call, self.axes = view, node, call, axes
+        self.depth, self.reads = depth, reads
 
     def decline(self, reason: str) -> NoMatch:
         return NoMatch(reason, self.node)
@@ -122,9 +139,8 @@ class _Step:
         """The scores that the operation is done to; axes: where they were before it, for a view."""
         if axes is None and not self.view.same_shape(x, self.node):
             raise self.decline(f"{self.call.name} spreads the scores over an axis that they lack")
-        found = read_scores(
-            self.view, x, self.node, self.axes if axes is None else axes, self.depth + 1
-        )
+        axes = self.axes if axes is None else axes
+        found = read_scores(self.view, x, self.node, axes, self.depth + 1, self.reads)
         found.nodes.append(self.node)
         return found
 

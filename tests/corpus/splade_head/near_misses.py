@@ -274,6 +274,12 @@ def cleaned_logits(h, mask, w):
     return torch.nan_to_num(h @ w.T).relu().log1p().amax(dim=1)
 
 
+@formula("no_rewrite", "zeros_like makes a number of every element", at="zeros_like(")
+def a_token_of_zeros(h, mask, w):
+    logits = h @ w.T
+    return torch.cat([logits, torch.zeros_like(logits[:, :1])], 1).amax(dim=1)
+
+
 @formula(
     "no_rewrite",
     "are complex",
