@@ -25,7 +25,6 @@ from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
 from .graph.modes import known
-from .graph.names import names_in
 from .graph.saved import copying_what_is_written
 from .graph.view import GraphView
 from .layouts import keep_apart, keep_layouts, layouts
@@ -105,10 +104,10 @@ class GraphRun:
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env), contextlib.ExitStack() as stack:
             complete(self.graph)
-            by_anchor = self._asked(patterns)
+            view = self._view = GraphView(self.graph)
+            by_anchor = self._asked(patterns, view)
             if not by_anchor:
                 return
-            view = self._view = GraphView(self.graph)
             stack.enter_context(known(view.modes))
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}
@@ -171,9 +170,10 @@ class GraphRun:
         self.decisions = Decisions({})
         self.near_misses = [near_miss(p.name, Miss(reason)) for p in patterns]
 
-    def _asked(self, patterns: Sequence[Pattern]) -> dict[str, list[Pattern]]:
+    @staticmethod
+    def _asked(patterns: Sequence[Pattern], view: GraphView) -> dict[str, list[Pattern]]:
         """The patterns that may have something to say of the graph, by the names of their anchors in it."""
-        names = names_in(self.graph)
+        names = view.names
         by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
         for pattern in patterns:
             if not names.isdisjoint(getattr(pattern, "signs", names)):

@@ -15,7 +15,7 @@ from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
 from .modes import changes_grad_mode, modes_by_node, modes_now
-from .names import NO_CALL, Call, canonical, is_plain, name_of, names_in, stored
+from .names import NO_CALL, Call, canonical, is_plain, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
@@ -60,7 +60,7 @@ class GraphView:
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.effects = Effects(graph, self.order)
+        self._names = {n: name_of(n) for n in graph.nodes}
         self._calls: dict[fx.Node, Call] = {}
         self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
         self._filled_with: dict[fx.Node, float | None] = {}  # asked of all sums on the way up to it
@@ -90,12 +90,28 @@ class GraphView:
 
     def name_of(self, node: fx.Node) -> str | None:
         """The canonical name of a node, or None."""
-        return name_of(node)
+        return self._names[node] if node in self._names else name_of(node)
+
+    def names_of(self, node: fx.Node) -> tuple[str | None, ...]:
+        """The names that a node is looked for by: its own, and "index" for a getitem by tensors, which ATen calls
+        so."""
+        name = self.name_of(node)
+        if name == "getitem":
+            index = node.args[1] if len(node.args) > 1 else None
+            items = index if isinstance(index, (tuple, list)) else (index,)
+            if any(isinstance(item, fx.Node) for item in items):
+                return name, "index"
+        return (name,)
 
     @functools.cached_property
     def names(self) -> frozenset[str | None]:
-        """The names of all nodes (see `names_in`)."""
-        return names_in(self.graph)
+        """The names of all nodes: what is looked for among the producers of many is often in none."""
+        return frozenset(name for node in self._names for name in self.names_of(node))
+
+    @functools.cached_property
+    def effects(self) -> Effects:
+        """Who writes to what."""
+        return Effects(self.graph, self.order)
 
     # Values
 
