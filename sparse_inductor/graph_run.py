@@ -96,14 +96,16 @@ class GraphRun:
             v for n in graph.nodes for v in (*tensors_in(fake(n)), fake(n))
         )
         self._sizes = compat.ShapeState(self._env)
-        self._start = Snapshot(graph), self._sizes
+        self._before = Snapshot(graph)  # the graph that is matched
+        self._start = self._before, self._sizes
         self._done: list[_Accepted] = []
         self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env), contextlib.ExitStack() as stack:
-            complete(self.graph)
+            if complete(self.graph):
+                self._before = Snapshot(self.graph)
             view = self._view = GraphView(self.graph)
             by_anchor = self._asked(patterns, view)
             if not by_anchor:
@@ -245,7 +247,7 @@ class GraphRun:
         """
         if not candidates:
             return []
-        before, at = Snapshot(self.graph), None
+        before, at = self._before, None
         try:
             for candidate in candidates:
                 at = candidate
@@ -331,7 +333,8 @@ class GraphRun:
         try:
             yield
         except Exception as error:
-            self._undo(self._start[0])
+            if not self._undo(self._before):
+                self._before = Snapshot(self.graph)
             # Of a node that a pattern has only been asked about nobody knows that it is of its family.
             if not quiet and not compat.is_data_dependent(error):
                 self._failed(pattern, error, node, "the pattern raised")
