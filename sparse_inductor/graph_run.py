@@ -112,14 +112,13 @@ class GraphRun:
                 return
             stack.enter_context(known(view.modes))
             matches, misses = self._match(by_anchor, view)
-            order = {node: at for at, node in enumerate(self.graph.nodes)}
             found = _disjoint(self._resolve(matches, misses, view))
             now = self.decisions.take(found, view)
             accepted = [c for c, yes in zip(found, now) if yes and self._importable(c)]
             # From the end of the graph to its start: a match whose input is another's anchor must
             # have been put in before that anchor's readers are redirected, else it would go on
             # reading the old one.
-            accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
+            accepted.sort(key=lambda c: view.order[c.match.anchor], reverse=True)
             # Records are made while the nodes are still there to be read.
             recorded: list[_Accepted] = []
             for c in accepted:

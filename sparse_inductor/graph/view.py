@@ -343,13 +343,10 @@ class GraphView:
     def _live(self) -> set[fx.Node]:
         live: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
-            if (
-                node.op == "output"
-                or node in self.effects.writers
-                or _impure(node)
-                or any(u in live for u in node.users)
-            ):
+            if node.op == "output" or node in self.effects.writers or _impure(node):
                 live.add(node)
+            if node in live:
+                live.update(node.all_input_nodes)
         return live
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
