@@ -38,7 +38,7 @@ from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.graph.vocabulary import COMPARISONS
 from sparse_inductor.match.chains.epilogue_chain import Term
-from sparse_inductor.match.chains.family import rectified_product, split_block
+from sparse_inductor.match.chains.family import may_be_above, rectified_product, split_block
 from sparse_inductor.match.feed_forward.block import (
     SIGNS,
     Joined,
@@ -197,6 +197,8 @@ class ReluFfn(Recogniser):
             return split_block(
                 view, node, "the activations", lambda n: is_activation(view, n, node)
             )
+        if not may_be_above(view, node.all_input_nodes, SIGNS):
+            return None
         found = [one for one in linears(view, node) or added(view, node) if not one.within]
         if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]

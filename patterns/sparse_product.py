@@ -26,6 +26,7 @@ from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.match.chains.family import may_be_above
 from sparse_inductor.match.feed_forward.entries import (
     ACTIVATES,
     Activated,
@@ -163,6 +164,8 @@ def _encoders(view: GraphView) -> set[fx.Node]:
 def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
     """The reading of a product that takes activations which are kept, and those; not of k entries a row, which has an
     operator."""
+    if not may_be_above(view, node.all_input_nodes, ACTIVATES):
+        return None
     for down in linears(view, node) or ():
         between = None if down.within or down.d_axes > 1 else activated(view, down)
         if between is None:

@@ -73,7 +73,8 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
 def _given_subclasses(view: GraphView) -> list[tuple[fx.Node, type]]:
     """The inputs of a graph that are no plain tensors, each with its class."""
     given = [(n, compat.given_class(n)) for n in view.graph.find_nodes(op="placeholder")]
-    return [(node, kind) for node, kind in given if not compat.computes_as_tensors_do(kind)]
+    plain = {kind for kind in {kind for _, kind in given} if compat.computes_as_tensors_do(kind)}
+    return [(node, kind) for node, kind in given if kind not in plain]
 
 
 def without_kernels(match: Match) -> Miss | None:

@@ -25,7 +25,6 @@ from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
 from .graph.modes import known
-from .graph.names import names_in
 from .graph.saved import copying_what_is_written
 from .graph.view import GraphView
 from .layouts import keep_apart, keep_layouts, layouts
@@ -97,28 +96,29 @@ class GraphRun:
             v for n in graph.nodes for v in (*tensors_in(fake(n)), fake(n))
         )
         self._sizes = compat.ShapeState(self._env)
-        self._start = Snapshot(graph), self._sizes
+        self._before = Snapshot(graph)  # the graph that is matched
+        self._start = self._before, self._sizes
         self._done: list[_Accepted] = []
         self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env), contextlib.ExitStack() as stack:
-            complete(self.graph)
-            by_anchor = self._asked(patterns)
+            if complete(self.graph):
+                self._before = Snapshot(self.graph)
+            view = self._view = GraphView(self.graph)
+            by_anchor = self._asked(patterns, view)
             if not by_anchor:
                 return
-            view = self._view = GraphView(self.graph)
             stack.enter_context(known(view.modes))
             matches, misses = self._match(by_anchor, view)
-            order = {node: at for at, node in enumerate(self.graph.nodes)}
             found = _disjoint(self._resolve(matches, misses, view))
             now = self.decisions.take(found, view)
             accepted = [c for c, yes in zip(found, now) if yes and self._importable(c)]
             # From the end of the graph to its start: a match whose input is another's anchor must
             # have been put in before that anchor's readers are redirected, else it would go on
             # reading the old one.
-            accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
+            accepted.sort(key=lambda c: view.order[c.match.anchor], reverse=True)
             # Records are made while the nodes are still there to be read.
             recorded: list[_Accepted] = []
             for c in accepted:
@@ -171,9 +171,10 @@ class GraphRun:
         self.decisions = Decisions({})
         self.near_misses = [near_miss(p.name, Miss(reason)) for p in patterns]
 
-    def _asked(self, patterns: Sequence[Pattern]) -> dict[str, list[Pattern]]:
+    @staticmethod
+    def _asked(patterns: Sequence[Pattern], view: GraphView) -> dict[str, list[Pattern]]:
         """The patterns that may have something to say of the graph, by the names of their anchors in it."""
-        names = names_in(self.graph)
+        names = view.names
         by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
         for pattern in patterns:
             if not names.isdisjoint(getattr(pattern, "signs", names)):
@@ -245,7 +246,7 @@ class GraphRun:
         """
         if not candidates:
             return []
-        before, at = Snapshot(self.graph), None
+        before, at = self._before, None
         try:
             for candidate in candidates:
                 at = candidate
@@ -331,7 +332,8 @@ class GraphRun:
         try:
             yield
         except Exception as error:
-            self._undo(self._start[0])
+            if not self._undo(self._before):
+                self._before = Snapshot(self.graph)
             # Of a node that a pattern has only been asked about nobody knows that it is of its family.
             if not quiet and not compat.is_data_dependent(error):
                 self._failed(pattern, error, node, "the pattern raised")

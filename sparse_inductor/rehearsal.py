@@ -75,7 +75,7 @@ def _describe(value: Any, needs_grad: bool) -> str:
 
 
 def _leaf(value: Any, needs_grad: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not (needs_grad or value.requires_grad):
         return value
     value = value.detach()
     return value.requires_grad_() if needs_grad and value.is_floating_point() else value

@@ -858,6 +858,25 @@ def test_a_long_stream_is_followed_once_to_its_start():
     assert calls(ask) < 200 * len(ends)
 
 
+def test_long_streams_are_compared_once():
+    """Whether two sums are the same is asked of every pair on two streams, the last ones first."""
+    graph = chain(2000)
+    x, y = graph.find_nodes(op="placeholder")
+    first = [node for node in graph.nodes if node.op == "call_function"]
+    second = []
+    with graph.inserting_before(graph.output_node()):
+        for _ in first:
+            second.append(graph.call_function(operator.add, (second[-1] if second else x, y)))
+            second[-1].meta["example_value"] = ONE
+    view = GraphView(graph)
+
+    def ask() -> None:
+        assert all(map(view.same_value, first[::-1], second[::-1]))
+        assert not any(map(view.same_value, first[:0:-1], second[-2::-1]))
+
+    assert calls(ask) < 200 * len(first)
+
+
 def test_inputs_and_modes_are_looked_at_once(monkeypatch):
     """Not for every match."""
     seen: Counter = Counter()

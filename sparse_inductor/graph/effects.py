@@ -281,6 +281,8 @@ class Effects:
         None where the last write went through a view of other shape, or past autograd, so that no single node is the
         value. A reader that is a view reads what it shows alone.
         """
+        if not self.writers:
+            return node
         events = self._between(node, self._order[node], self._order[reader])
         if events and isinstance(fake(reader), torch.Tensor) and self._of(reader) == self._of(node):
             events = [(writer, target) for writer, target in events if not apart(target, reader)]
@@ -333,13 +335,25 @@ class Effects:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does
         not count the writes to."""
         for writer, target in self._between(node, self._order[since], len(self._order)):
-            if (
-                not _follows(target, node)
-                or self._through_data(target)
-                or _habit(writer.op, writer.target).foreign
-            ):
+            if not _follows(target, node) or (writer, target) in self._uncounted:
                 return writer
         return None
+
+    @functools.cached_property
+    def _uncounted(self) -> set[tuple[fx.Node, fx.Node]]:
+        """The writes that autograd does not count, each with the tensor that is given to its writer."""
+        through_data: set[fx.Node] = set()  # `.data` of a tensor, and views of it
+        for node in self._graph.nodes if self.writers else ():
+            source = node.args[0] if node.args else None
+            seen = isinstance(source, fx.Node) and source in through_data
+            if compat.is_data(node.target) or (seen and self._of(source) == self._of(node)):
+                through_data.add(node)
+        return {
+            (writer, target)
+            for writer, targets in self.writers.items()
+            for target in targets
+            if target in through_data or _habit(writer.op, writer.target).foreign
+        }
 
     def given_and_written(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
         """Who writes after `since` to an input of the graph that `node` is made of, or is.
@@ -348,11 +362,8 @@ class Effects:
         """
         later = {
             key: writer
-            for writer, targets in self.writers.items()
+            for writer, key in self._given_written
             if self._order[writer] > self._order[since]
-            for target in targets
-            if (creator := self.creator(target)) is not None and creator.op in _GIVEN
-            for key in self._of(target)
         }
         for one in made_of(node) if later else ():
             if one.op in _GIVEN:
@@ -360,16 +371,16 @@ class Effects:
                     return later[key]
         return None
 
-    def _through_data(self, target: Any) -> bool:
-        """Whether a tensor is `.data` of another, or a view of that."""
-        while isinstance(target, fx.Node) and target.op not in _GIVEN:
-            if compat.is_data(target.target):
-                return True
-            source = target.args[0] if target.args else None
-            if not isinstance(source, fx.Node) or self._of(source) != self._of(target):
-                return False
-            target = source
-        return False
+    @functools.cached_property
+    def _given_written(self) -> list[tuple[fx.Node, int]]:
+        """Who writes to inputs of the graph, each with their memory."""
+        return [
+            (writer, key)
+            for writer, targets in self.writers.items()
+            for target in targets
+            if (creator := self.creator(target)) is not None and creator.op in _GIVEN
+            for key in self._of(target)
+        ]
 
     def creators(self, node: fx.Node) -> set[fx.Node | None]:
         """The nodes that first held the memory of `node`; None stands for one that is not known."""

@@ -47,9 +47,10 @@ def evaluated(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
 
 
-def complete(graph: fx.Graph) -> None:
+def complete(graph: fx.Graph) -> bool:
     """Give calls without a fake value the one that they have: a pass of Inductor's that ran before, as the one that
-    moves functions in front of a concatenation, leaves them without."""
+    moves functions in front of a concatenation, leaves them without. Gives whether there were any."""
+    found = False
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or fake(node) is not None:
             continue
@@ -61,6 +62,8 @@ def complete(graph: fx.Graph) -> None:
             if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
                 require_grad(value)
             node.meta["example_value"] = value
+            found = True
+    return found
 
 
 def same_size(a: Any, b: Any) -> bool:

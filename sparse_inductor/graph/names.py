@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 import string
 from collections.abc import Iterable
@@ -189,22 +188,6 @@ def name_of(node: fx.Node) -> str | None:
         call = canonical(node)
         return None if call is None else call.name
     return spelling.name
-
-
-def names_of(node: fx.Node) -> tuple[str | None, ...]:
-    """The names that a node is looked for by: its own, and "index" for a getitem by tensors, which ATen calls so."""
-    name = name_of(node)
-    if name == "getitem":
-        index = node.args[1] if len(node.args) > 1 else None
-        items = index if isinstance(index, (tuple, list)) else (index,)
-        if any(isinstance(item, fx.Node) for item in items):
-            return name, "index"
-    return (name,)
-
-
-def names_in(graph: fx.Graph) -> frozenset[str | None]:
-    """The names of all nodes: what is looked for among the producers of many is often in none."""
-    return frozenset(itertools.chain.from_iterable(map(names_of, graph.nodes)))
 
 
 def canonical(node: fx.Node) -> Call | None:

@@ -91,8 +91,9 @@ class _Written:
         value, effects = fake(node), self._view.effects
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
-        told = effects.returned(node) and effects.sharing(node) is not None
-        return told and not storages(value) & self._saved
+        if node.op in ("placeholder", "get_attr") or storages(value) & self._saved:
+            return False
+        return effects.returned(node) and effects.sharing(node) is not None
 
     @property
     def result(self) -> bool:

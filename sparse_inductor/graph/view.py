@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
 from .modes import changes_grad_mode, modes_by_node, modes_now
-from .names import NO_CALL, Call, canonical, is_plain, name_of, names_in, stored
+from .names import NO_CALL, Call, canonical, is_plain, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
@@ -31,6 +31,7 @@ _FILLED = CONSTANT_LIKE | frozenset("full zeros ones tensor scalar_tensor".split
 _ARITHMETIC = frozenset("neg mul add sub div".split())
 _SAME_NUMBER = SHAPE_OPS | COPIES | {"cast", "detach", "repeat"}
 _FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
+_Pair = tuple[fx.Node, fx.Node]
 _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
 
 
@@ -60,9 +61,10 @@ class GraphView:
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.effects = Effects(graph, self.order)
+        self._names = {n: name_of(n) for n in graph.nodes}
         self._calls: dict[fx.Node, Call] = {}
         self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
+        self._same: dict[_Pair, bool] = {}
         self._filled_with: dict[fx.Node, float | None] = {}  # asked of all sums on the way up to it
         self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
         self.walked: dict[Any, Any] = {}  # of `walk_back`, as the next one
@@ -90,12 +92,28 @@ class GraphView:
 
     def name_of(self, node: fx.Node) -> str | None:
         """The canonical name of a node, or None."""
-        return name_of(node)
+        return self._names[node] if node in self._names else name_of(node)
+
+    def names_of(self, node: fx.Node) -> tuple[str | None, ...]:
+        """The names that a node is looked for by: its own, and "index" for a getitem by tensors, which ATen calls
+        so."""
+        name = self.name_of(node)
+        if name == "getitem":
+            index = node.args[1] if len(node.args) > 1 else None
+            items = index if isinstance(index, (tuple, list)) else (index,)
+            if any(isinstance(item, fx.Node) for item in items):
+                return name, "index"
+        return (name,)
 
     @functools.cached_property
     def names(self) -> frozenset[str | None]:
-        """The names of all nodes (see `names_in`)."""
-        return names_in(self.graph)
+        """The names of all nodes: what is looked for among the producers of many is often in none."""
+        return frozenset(name for node in self._names for name in self.names_of(node))
+
+    @functools.cached_property
+    def effects(self) -> Effects:
+        """Who writes to what."""
+        return Effects(self.graph, self.order)
 
     # Values
 
@@ -259,37 +277,65 @@ class GraphView:
 
     def same_value(self, a: Any, b: Any) -> bool:
         """Structural equality: Dynamo does no common-subexpression elimination."""
-        if a is b:
-            return True
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-            return type(a) is type(b) and a == b
+            return a is b or (type(a) is type(b) and a == b)
+        because: dict[_Pair, _Pair | None] = {(a, b): None}  # for which pair each is asked for
+        left: list[_Pair] = [(a, b)]
+        while left:
+            pair = left.pop()
+            same = pair[0] is pair[1] or self._same.get(pair)
+            if same:
+                continue
+            pairs = self._same_calls(*pair) if same is None else None
+            if pairs is None:
+                differs: _Pair | None = pair
+                while differs is not None:
+                    self._same[differs], differs = False, because[differs]
+                return False
+            new = [p for p in pairs if p not in because]
+            because.update(dict.fromkeys(new, pair))
+            left += new
+        self._same.update(dict.fromkeys(because, True))
+        return True
+
+    def _same_calls(self, a: fx.Node, b: fx.Node) -> list[_Pair] | None:
+        """The pairs that have to be the same for the results of two calls to be; None where those differ."""
         x, y = self.call(a), self.call(b)
         if not x or x.inplace or y.inplace or (x.name, x.args.keys()) != (y.name, y.args.keys()):
-            return False
+            return None
         if x.name == "dropout" and x.get("training", True) is not False and x.get("p") != 0:
-            return False  # another draw
+            return None  # another draw
         if self.value(a, b) is not a and self.order[a] < self.order[b]:
-            return False
+            return None
         if getattr(fake(a), "placements", None) != getattr(fake(b), "placements", None):
-            return False  # of DTensors, whose functions torch 2.11 gives no arguments
-        return all(self._same_argument(x.args[k], y.args[k], a, b) for k in x.args)
+            return None  # of DTensors, whose functions torch 2.11 gives no arguments
+        return self._same_arguments([*x.args.values()], [y.args[k] for k in x.args], a, b)
 
     def same_read(self, x: fx.Node, reader: fx.Node, y: fx.Node, other: fx.Node) -> bool:
         """Whether `reader` sees the same value of x as `other` does of y."""
         u, v = self.value(x, reader), self.value(y, other)
         return u is not None and v is not None and self.same_value(u, v)
 
-    def _same_argument(self, p: Any, q: Any, a: fx.Node, b: fx.Node) -> bool:
-        if (
-            isinstance(p, fx.Node)
-            and isinstance(q, fx.Node)
-            and self.is_tensor(p)
-            and self.is_tensor(q)
-        ):
-            return self.same_read(p, a, q, b)
-        if isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
-            return len(p) == len(q) and all(self._same_argument(s, t, a, b) for s, t in zip(p, q))
-        return self.same_value(p, q)
+    def _same_arguments(
+        self, xs: Sequence[Any], ys: Sequence[Any], a: fx.Node, b: fx.Node
+    ) -> list[_Pair] | None:
+        """The same of what `a` and `b` read."""
+        pairs: list[_Pair] = []
+        for p, q in zip(xs, ys):
+            if isinstance(p, fx.Node) and isinstance(q, fx.Node):
+                if self.is_tensor(p) and self.is_tensor(q):
+                    p, q = self.value(p, a), self.value(q, b)
+                    if p is None or q is None:
+                        return None
+                pairs.append((p, q))
+            elif isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
+                found = self._same_arguments(p, q, a, b) if len(p) == len(q) else None
+                if found is None:
+                    return None
+                pairs += found
+            elif not self.same_value(p, q):
+                return None
+        return pairs
 
     # Readers
 
@@ -297,13 +343,10 @@ class GraphView:
     def _live(self) -> set[fx.Node]:
         live: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
-            if (
-                node.op == "output"
-                or node in self.effects.writers
-                or _impure(node)
-                or any(u in live for u in node.users)
-            ):
+            if node.op == "output" or node in self.effects.writers or _impure(node):
                 live.add(node)
+            if node in live:
+                live.update(node.all_input_nodes)
         return live
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:

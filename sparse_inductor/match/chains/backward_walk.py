@@ -289,18 +289,18 @@ class BackwardWalk:
         view, node = self.view, self.node
         for (x, p), (y, q) in ways:
             call = view.call(y)
+            if p != 1 or not (q == -1 or (q == 1 and call.name == "abs")):
+                continue
             tensors = view.is_tensor(x) and view.is_tensor(call.get("input")) and not call.inplace
-            if p != 1 or not tensors or view.value(y, node) is not y:
+            if not tensors or view.value(y, node) is not y:
                 continue
             if not view.same_read(x, node, call["input"], y):
                 continue
             steps: tuple[Step, ...] = ()
-            if call.name == "abs" and q == 1:
+            if q == 1:
                 halved = Step("maximum", (0.0,)) if view.needs_grad(x) else Step("relu")
                 steps = (halved, Step("mul", (2.0,)))
-            elif q == -1 and if_matched(scalar_steps, view, y, call) == (
-                Step("clamp_max", (0.0,)),
-            ):
+            elif if_matched(scalar_steps, view, y, call) == (Step("clamp_max", (0.0,)),):
                 flat = compat.clamp_has_a_slope_at_its_bounds()
                 steps = (Step("relu") if flat else Step("fill_below", (0.0, 0.0)),)
             if steps:

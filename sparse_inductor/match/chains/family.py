@@ -11,7 +11,6 @@ from ... import compat
 from ...graph.contraction import PRODUCTS, contraction
 from ...graph.effects import reached
 from ...graph.gemm import entry_of_stack, linears
-from ...graph.names import names_of
 from ...graph.no_match import once, remembered
 from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
@@ -64,7 +63,7 @@ class _Names:
         self._bits: dict[str | None, int] = {}
         self._of: dict[fx.Node, int] = {}
         for node in view.graph.nodes:
-            name, *more = names_of(node)
+            name, *more = view.names_of(node)
             bits = self._bits.setdefault(name, 1 << len(self._bits))
             for other in more:
                 bits |= self._bits.setdefault(other, 1 << len(self._bits))

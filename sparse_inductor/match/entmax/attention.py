@@ -98,8 +98,10 @@ def are_probabilities(view: GraphView, node: fx.Node) -> bool:
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
+    if (rectified := rectified_product(view, node)) is None:
+        return None
     product = contraction(view, node)
-    if product is None or product.weight or (rectified := rectified_product(view, node)) is None:
+    if product is None or product.weight:
         return None
     if any(made_of_parameters(view, t.node) for t in product.operands):
         return None

@@ -74,8 +74,6 @@ class Reading:
 
 def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
     """The gate and up branches of a value. Raises NoMatch."""
-    if not may_be_above(view, reader.all_input_nodes, SIGNS):
-        raise NoMatch("no factor is known to be zero below some number", value)
     found, factors, tokens = _branches(view, value, reader, down.d_dim)
     thresholds = [zero_threshold(b.program) for b in found]
     _check_tokens(view, found, tokens)
