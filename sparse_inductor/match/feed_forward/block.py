@@ -28,10 +28,11 @@ from ..chains.family import above, may_be_above
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
-# What makes one number of many, or of all tokens, or keeps few: what comes after it is no block of what came before.
+# What makes one number of many, or of all tokens, or keeps few, or probabilities that weigh tokens: what comes after it
+# is no block of what came before.
 _OTHERS = frozenset(
     "scatter amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "scaled_dot_product_attention".split()
+    "scaled_dot_product_attention softmax entmax15 sparsemax entmax_bisect sparsemax_bisect".split()
 )
 RECTIFIER_CALLS = frozenset(
     (

@@ -338,3 +338,19 @@ def gated_down_projection_kept_in_fp32(x, m):
     """mT5 with a rectified gate, in bf16"""
     h = F.relu(m.gate(x)) * m.up(x)
     return F.linear(h.float(), m.down.weight.float())
+
+
+@formula(
+    "no_rewrite",
+    "probabilities weigh the nodes",
+    inputs={
+        "x": lambda: tokens(shape=(B, K)),
+        "w": lambda: weight(K, 8),
+        "c": lambda: weight(8, 2),
+    },
+)
+def graph_attention(x, w, c):
+    """scores of pairs where there is an edge"""
+    nodes = x @ w
+    scores = F.leaky_relu(nodes @ c[:, :1] + (nodes @ c[:, 1:]).T, 0.2)
+    return torch.where(torch.eye(B) > 0, scores, -9e15).softmax(-1) @ nodes
