@@ -15,6 +15,7 @@ from ...graph.emit import Emitter, Make
 from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.values import is_parameter
 from ...graph.view import GraphView, same_size
 from ..chains.family import may_be_above
 from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
@@ -41,7 +42,7 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     if found is None:
         return None
     if not found.w.has_weights:
-        if found.features:
+        if found.features or is_parameter(view, found.w.gather.source):
             return None  # embeddings, or messages along the edges of a graph
         raise NoMatch("there are no document weights: the gathered entries are only added up", node)
     return found
