@@ -312,16 +312,16 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     return None
 
 
-def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
-    an activation before or after it. The largest absolute value is the scale of what is quantised, the largest of a
-    softmax how sure a router or a classifier is."""
+def resembles(view: GraphView, node: fx.Node, red: Reduction, bare: bool = True) -> bool:
+    """Whether the looser signature of the family is there: a linear and an activation before or after a maximum, or
+    (`bare`) no activation, but a maximum over what is not the last axis. The largest absolute value is the scale of
+    what is quantised, the largest of a softmax how sure a router or a classifier is."""
     if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) in ("abs", "softmax"):
         return False
     found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
     ndim = len(view.shape(red.source))
     if "linear" in found:
-        over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum
+        over_tokens = bare and ndim > 2 and red.dim < ndim - 1 and not red.minimum
         return over_tokens or bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
     # Attention scores are batched on both sides too, but do not go through a logarithm.
     return "batched matmul" in found and _is_activated(found)
