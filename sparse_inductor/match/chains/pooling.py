@@ -19,7 +19,7 @@ from ...graph.indices import listed, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import Part, entries_of, entry_of_axis
-from ...graph.view import GraphView, same_size, same_sizes
+from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES
 from .backward_walk import walk_back
 from .chain import Chain
@@ -88,7 +88,8 @@ def _windowed(view: GraphView, node: fx.Node, call: Call) -> tuple[int, ...]:
     """The axes that a pooling has one window along, if it keeps the others."""
     n, shape = int(call.name[-2]), view.shape(call["input"])
     sizes = [*zip(shape[-n:], view.shape(node)[-n:])]
-    kernels = listed(call.get("kernel_size", shape[-n:]))
+    given = listed(call.get("kernel_size", shape[-n:]))
+    kernels = [fake(k) if isinstance(k, fx.Node) else k for k in given]
     kernels = kernels if len(kernels) == n else kernels * n
     one = [same_size(o, 1) and same_size(k, s) for k, (s, o) in zip(kernels, sizes)]
     kept = all(whole or same_size(s, o) for whole, (s, o) in zip(one, sizes))
