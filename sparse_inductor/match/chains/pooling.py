@@ -23,7 +23,7 @@ from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES
 from .backward_walk import walk_back
 from .chain import Chain
-from .family import RANGE, above, below
+from .family import FLOOR, RANGE, above, below
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n in (1, 2, 3))
@@ -182,6 +182,7 @@ def _end_of_sort(view: GraphView, node: fx.Node, call: Call) -> Reduction | None
 _RISES = frozenset(
     (
         *"clamp clamp_min maximum gelu silu mish where".split(),
+        FLOOR,
         RANGE,
         *(name for name, function in FUNCTIONS.items() if function.kind),
     )
@@ -217,8 +218,8 @@ _PRODUCTS = frozenset("einsum matmul bmm".split())
 ANCHORS = _MAXIMA | _POOLS | _PRODUCTS
 # One of these is in every graph with a head, or with what is nearly one.
 SIGNS = (_MAXIMA - _PICKS) | _LOGS | {"argmax", "sort"}
-# What is below these has one value a sequence: pooled already.
-_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS | _WINDOWS
+# What is below these has one value a sequence, or a pair: pooled already.
+_POOLED = frozenset("amax amin max_dim min_dim aminmax cdist".split()) | _POOLS | _WINDOWS
 
 
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
