@@ -165,7 +165,8 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 def _are_contributions(view: GraphView, added: Addition, node: fx.Node) -> bool:
     """Whether gathered weights are at the root of what is added, in a form that is followed or not."""
     try:
-        return contributions(view, added.source.node, added.source.axes, node) is not None
+        w = contributions(view, added.source.node, added.source.axes, node)
+        return w is not None and (w.has_weights or not w.gather.features)
     except NoMatch:
         return True
 
@@ -254,6 +255,8 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return None
     values = call.get("per_sample_weights")
     known = is_transposed(view, table) or same_size(size[1], 1)
+    if not known and is_parameter(view, table):
+        return None
     if call.get("mode") != "sum" or values is None:
         if known:
             raise NoMatch("bags are not weighted sums", node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from corpus.sparse_scores.registry import BOTH, INFER, TRAIN, B, L, N, V, program, scoring
@@ -256,11 +257,25 @@ class Recommender(nn.Module):
 
     def forward(self, user, item, words):
         ranked = (self.users(user) * (self.items(item) - self.bare[user])).sum(-1)
-        return ranked + self.worth(words).sum(1).squeeze(-1)
+        ranked = ranked + self.worth(words).sum(1).squeeze(-1)
+        rarity = self.worth.weight[words]
+        bags = F.embedding_bag(
+            words, self.items.weight, per_sample_weights=rarity[..., 0], mode="sum"
+        )
+        return ranked + (bags * (self.users(words) * rarity).sum(1)).sum(-1)
 
 
 @program("no_rewrite", "embeddings", BOTH)
 def factors_of_a_recommender():
-    """looked-up rows of parameters, and a sum of looked-up numbers"""
+    """looked-up rows of parameters, weighted and not, and sums of looked-up numbers"""
     ids = torch.arange(6)
     return Recommender(), (ids, ids + 3, torch.stack((ids, ids + 5), 1))
+
+
+@program("no_rewrite", "nothing has a weight", INFER)
+def largest_message():
+    """a graph network that keeps the largest of what the neighbours say"""
+    torch.manual_seed(1)
+    edges = torch.randint(0, N, (2, 60))
+    to = edges[1, :, None].expand(-1, 8)
+    return lambda x: x.scatter_reduce(0, to, torch.tanh(x)[edges[0]], "amax"), (torch.rand(N, 8),)
