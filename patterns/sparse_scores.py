@@ -26,7 +26,7 @@ from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import expected, expected_elements, static_size
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.values import is_parameter, matched_nodes
+from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.graph.vocabulary import REORDERS
 from sparse_inductor.match.scoring.accumulate import ANCHORS, SIGNS, scores_of
@@ -158,9 +158,7 @@ class SparseScores(Recogniser):
             raise NoMatch(f"the scores are {fake(node).dtype}", node)
         top = None if s.into is not None else top_of(view, s)
         if s.features and not _documents_first(view, s, top):
-            embedded = view.name_of(s.w.gather.node) == "embedding"
-            plain = embedded and is_parameter(view, s.w.gather.source)  # every model has some
-            raise OfRows(ROWS, node) if plain else NoMatch(ROWS, node)
+            raise NoMatch(ROWS, node)
         anchor = s.node if top is None else top.node
         _check_accumulator(view, s)
         selected = () if top is None else (*top.path, top.node)

@@ -34,7 +34,7 @@ from sparse_inductor.graph.shapes import order_of
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.graph.vocabulary import NEGATIONS, REGROUPS, SPREADS
-from sparse_inductor.match.chains.backward_walk import walk_back
+from sparse_inductor.match.chains.backward_walk import Spread, walk_back
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.pooling import (
     ANCHORS,
@@ -178,7 +178,8 @@ class SpladeHead(Recogniser):
         try:
             return self._head(node, view, red)
         except NoMatch as e:
-            return e.miss(node) if resembles(view, node, red) else None
+            spread = isinstance(e, Spread)
+            return e.miss(node) if resembles(view, node, red, bare=not spread) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
         logits = fake(match.reduction.source)

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sparse_inductor.patterns.relu_ffn import PATTERN, BlockMatch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_inductor
 from corpus.relu_ffn.published import LanguageModel, token_ids
 from corpus.relu_ffn.registry import Block, K
 from sparse_inductor.graph.view import GraphView
+from sparse_inductor.testing import assert_matches_reference, assert_rewrites
 from support import compile_without_codegen, heavy, only, rewrites
 
 
@@ -31,6 +33,13 @@ def test_an_optimiser_step_of_a_library_model(kind):
         assert rewrites(report, "relu_ffn")
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dropout_of_nothing_at_any_size():
+    """dynamic=True makes a symbol of the rate."""
+    block = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Dropout(0.0), nn.Linear(48, 8)).train()
+    found = assert_matches_reference(block, (torch.randn(2, 5, 8),), dynamic=True, aot=False)
+    assert_rewrites(found, expected={"relu_ffn": 1})
 
 
 def _matched_on(device, tokens, statistics=False):

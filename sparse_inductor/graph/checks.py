@@ -247,12 +247,16 @@ def outside_no_grad(
 
     Raises NoMatch where one of them is in such a region and others are not.
     """
-    ordered = sorted(nodes, key=view.order.__getitem__)
-    first = view.records(ordered[0])
+    # A comparison, and what is made of one, passes no gradient on in any mode.
+    ordered = [
+        n
+        for n in sorted(nodes, key=view.order.__getitem__)
+        if _differentiable(view, n) and any(map(view.requires_grad, view.read_by(n)))
+    ]
     for n in ordered:
-        if view.records(n) != first:
+        if view.records(n) != view.records(ordered[0]):
             raise NoMatch(f"grad mode changes {where}", n)
-    if not first or view.records(at):
+    if not ordered or not view.records(ordered[0]) or view.records(at):
         return at
     return max(
         (n for n in view.graph.nodes if view.records(n) and view.order[n] < view.order[at]),

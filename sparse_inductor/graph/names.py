@@ -57,8 +57,12 @@ class Call:
     @property
     def drops(self) -> bool:
         """Whether it is a dropout that is active, as it is unless the call says otherwise."""
-        active = self.get("training", True) and self.get("p", 0.5) != 0
-        return self.name == "dropout" and bool(active)
+        p = self.get("p", 0.5)
+        if isinstance(
+            fake(p), torch.SymFloat
+        ):  # dynamic=True; PyTorch's dropout asks for its value
+            p = fake(p).node.maybe_as_float()
+        return self.name == "dropout" and bool(self.get("training", True) and p != 0)
 
 
 # What an input of the graph, a foreign function or a number is the result of.

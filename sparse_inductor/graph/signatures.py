@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from typing import Any, NamedTuple
 
+import torch
+from torch import fx
+
 from ..epilogue.functions import FUNCTIONS
 
 # name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
@@ -178,11 +181,19 @@ def bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
     bound: dict[str, Any] = dict(zip(names, args))
     rest = args[len(names) :] if several else ()
     if rest:
-        listed = len(rest) == 1 and isinstance(rest[0], (tuple, list))
-        bound[several] = tuple(rest[0] if listed else rest)
+        bound[several] = _one_by_one(rest)
     renames = _KEYWORDS_OF.get(name, {})
     for key, value in kwargs.items():
         known = key in names or key == several
         key = renames.get(key) or (key if known else _KEYWORDS.get(key, key))
-        bound[key] = tuple(value) if key == several else value
+        bound[key] = _one_by_one((value,)) if key == several else value
     return bound if required <= bound.keys() else None
+
+
+def _one_by_one(given: tuple) -> tuple:
+    """Arguments of which there may be any number, given as such or as a sequence, which may be a node that makes a
+    torch.Size."""
+    one = given[0] if len(given) == 1 else given
+    if isinstance(one, fx.Node) and one.target is torch.Size:
+        one = one.args[0]
+    return tuple(one) if isinstance(one, (tuple, list)) else given

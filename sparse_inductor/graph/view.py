@@ -303,7 +303,7 @@ class GraphView:
         x, y = self.call(a), self.call(b)
         if not x or x.inplace or y.inplace or (x.name, x.args.keys()) != (y.name, y.args.keys()):
             return None
-        if x.name == "dropout" and x.get("training", True) is not False and x.get("p") != 0:
+        if x.drops:
             return None  # another draw
         if self.value(a, b) is not a and self.order[a] < self.order[b]:
             return None

@@ -47,6 +47,10 @@ _NOT_MONOTONE = {
 }  # fmt: skip
 
 
+class Spread(NoMatch):
+    """The values of a linear stand in every place of an axis that they lack: in scores of pairs, say."""
+
+
 def walk_back(
     view: GraphView,
     node: Any,
@@ -133,8 +137,9 @@ class BackwardWalk:
     def decline(self, reason: str) -> NoMatch:
         return NoMatch(reason, self.node)
 
-    def _spread(self) -> NoMatch:
-        return self.decline(f"{self.call.name} spreads the values over an axis that they lack")
+    def _spread(self) -> Spread:
+        what = f"{self.call.name} spreads the values over an axis that they lack"
+        return Spread(what, self.node)
 
     def epilogue(self) -> EpilogueChain:
         call, node, view = self.call, self.node, self.view

@@ -23,19 +23,26 @@ _NOT_CROSSED = PRODUCTS - {"einsum"}  # one that sums over nothing multiplies as
 _REACH = 40  # nodes looked at; a head has about ten
 
 
-def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str]:
-    """Canonical names found among the producers of a tensor; matmuls are not crossed, nor what `stop` names. A linear
-    map counts as "linear", a matmul of two batched tensors as "batched matmul"."""
+def above(
+    view: GraphView,
+    node: fx.Node,
+    stop: Collection[str] = (),
+    counts: Callable[[fx.Node], bool] = lambda n: True,
+) -> set[str]:
+    """Canonical names found among the producers of a tensor that count; matmuls are not crossed, nor what `stop` names.
+    A linear map counts as "linear", a matmul of two batched tensors as "batched matmul"."""
 
     def up(n: fx.Node) -> Sequence[fx.Node]:
         name, producers = _named(view, n)
-        return () if name in stop else producers
+        return () if name in stop else [p for p in producers if counts(p)]
 
     names = (_named(view, n)[0] for n in reached([node], up, _REACH))
     return {name for name in names if name is not None}
 
 
-RANGE = "a clamp around 0"  # as of what is quantised: no rectifier
+# Clamps that are no rectifiers: what is quantised, and what is divided by.
+RANGE = "a clamp around 0"
+FLOOR = "a clamp above 0"
 
 
 @remembered
@@ -49,9 +56,12 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
     # A function of somebody else's may well be in the way.
     values = (torch.Tensor, tuple, list)
     name = view.name_of(node)
-    if name == "clamp":
+    if name in ("clamp", "clamp_min"):
         low, high = (view.const(view.call(node).get(bound)) for bound in ("min", "max"))
-        name = RANGE if low is not None and high is not None and low < 0 < high else name
+        if low is not None and low > 0:
+            name = FLOOR
+        elif low is not None and high is not None and low < 0 < high:
+            name = RANGE
     return name, [n for n in node.all_input_nodes if isinstance(fake(n), values)]
 
 

@@ -19,11 +19,11 @@ from ...graph.indices import listed, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import Part, entries_of, entry_of_axis
-from ...graph.view import GraphView, same_size, same_sizes
+from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES
 from .backward_walk import walk_back
 from .chain import Chain
-from .family import RANGE, above, below
+from .family import FLOOR, RANGE, above, below
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n in (1, 2, 3))
@@ -88,7 +88,8 @@ def _windowed(view: GraphView, node: fx.Node, call: Call) -> tuple[int, ...]:
     """The axes that a pooling has one window along, if it keeps the others."""
     n, shape = int(call.name[-2]), view.shape(call["input"])
     sizes = [*zip(shape[-n:], view.shape(node)[-n:])]
-    kernels = listed(call.get("kernel_size", shape[-n:]))
+    given = listed(call.get("kernel_size", shape[-n:]))
+    kernels = [fake(k) if isinstance(k, fx.Node) else k for k in given]
     kernels = kernels if len(kernels) == n else kernels * n
     one = [same_size(o, 1) and same_size(k, s) for k, (s, o) in zip(kernels, sizes)]
     kept = all(whole or same_size(s, o) for whole, (s, o) in zip(one, sizes))
@@ -181,6 +182,7 @@ def _end_of_sort(view: GraphView, node: fx.Node, call: Call) -> Reduction | None
 _RISES = frozenset(
     (
         *"clamp clamp_min maximum gelu silu mish where".split(),
+        FLOOR,
         RANGE,
         *(name for name, function in FUNCTIONS.items() if function.kind),
     )
@@ -216,8 +218,8 @@ _PRODUCTS = frozenset("einsum matmul bmm".split())
 ANCHORS = _MAXIMA | _POOLS | _PRODUCTS
 # One of these is in every graph with a head, or with what is nearly one.
 SIGNS = (_MAXIMA - _PICKS) | _LOGS | {"argmax", "sort"}
-# What is below these has one value a sequence: pooled already.
-_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS | _WINDOWS
+# What is below these has one value a sequence, or a pair: pooled already.
+_POOLED = frozenset("amax amin max_dim min_dim aminmax cdist".split()) | _POOLS | _WINDOWS
 
 
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
@@ -312,16 +314,16 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     return None
 
 
-def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
-    an activation before or after it. The largest absolute value is the scale of what is quantised, the largest of a
-    softmax how sure a router or a classifier is."""
+def resembles(view: GraphView, node: fx.Node, red: Reduction, bare: bool = True) -> bool:
+    """Whether the looser signature of the family is there: a linear and an activation before or after a maximum, or
+    (`bare`) no activation, but a maximum over what is not the last axis. The largest absolute value is the scale of
+    what is quantised, the largest of a softmax how sure a router or a classifier is."""
     if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) in ("abs", "softmax"):
         return False
     found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
     ndim = len(view.shape(red.source))
     if "linear" in found:
-        over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum
+        over_tokens = bare and ndim > 2 and red.dim < ndim - 1 and not red.minimum
         return over_tokens or bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
     # Attention scores are batched on both sides too, but do not go through a logarithm.
     return "batched matmul" in found and _is_activated(found)

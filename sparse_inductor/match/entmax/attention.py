@@ -26,6 +26,7 @@ from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
 from ..chains.family import rectified_product
+from .form import form
 from .layout import WIDTH, Attention
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import Probabilities, read_probabilities
@@ -108,6 +109,8 @@ def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     found, experts = rectified
     if experts or found & _NORMALISED:
         return None
+    if any(form(view, t.node) is not None for t in product.operands):
+        return "rectified scores less a threshold of each row, which is not entmax's for all rows"
     if "sum" in found:
         return "rectified scores divided by their sum: entmax subtracts a threshold instead"
     return "rectified scores: nothing makes the rows sum to one, as entmax does"

@@ -16,6 +16,7 @@ from ...epilogue.zero_threshold import zero_threshold
 from ...graph.contraction import lettered
 from ...graph.effects import reached
 from ...graph.emit import Emitter
+from ...graph.fakes import expected_elements
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
 from ...graph.no_match import NoMatch, if_matched, matches
@@ -28,10 +29,11 @@ from ..chains.family import above, may_be_above
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
-# What makes one number of many, or of all tokens, or keeps few: what comes after it is no block of what came before.
+# What makes one number of many, or of all tokens, or keeps few, or probabilities that weigh tokens: what comes after it
+# is no block of what came before.
 _OTHERS = frozenset(
     "scatter amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "scaled_dot_product_attention".split()
+    "scaled_dot_product_attention softmax entmax15 sparsemax entmax_bisect sparsemax_bisect".split()
 )
 RECTIFIER_CALLS = frozenset(
     (
@@ -191,8 +193,15 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     seen = view.value(source, reader)
     # An assignment is no tensor: what it assigns to, and where.
     sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
-    found = set[str]().union(*(above(view, s, _OTHERS) for s in sources))
-    return "linear" in found and bool(found & RECTIFIER_CALLS)
+    activations = expected_elements(view.shape(source))
+
+    def counts(n: fx.Node) -> bool:
+        """A comparison of fewer elements says which tokens are padding, say."""
+        mask = view.name_of(n) in COMPARISONS and view.is_tensor(n)
+        return not mask or expected_elements(view.shape(n)) >= activations
+
+    found = set[str]().union(*(above(view, s, _OTHERS, counts) for s in sources))
+    return "linear" in found and bool(found & RECTIFIER_CALLS - {"where"})
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:

@@ -15,6 +15,7 @@ from ...graph.emit import Emitter, Make
 from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.values import is_parameter
 from ...graph.view import GraphView, same_size
 from ..chains.family import may_be_above
 from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
@@ -41,7 +42,7 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     if found is None:
         return None
     if not found.w.has_weights:
-        if found.features:
+        if found.features or is_parameter(view, found.w.gather.source):
             return None  # embeddings, or messages along the edges of a graph
         raise NoMatch("there are no document weights: the gathered entries are only added up", node)
     return found
@@ -164,7 +165,8 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 def _are_contributions(view: GraphView, added: Addition, node: fx.Node) -> bool:
     """Whether gathered weights are at the root of what is added, in a form that is followed or not."""
     try:
-        return contributions(view, added.source.node, added.source.axes, node) is not None
+        w = contributions(view, added.source.node, added.source.axes, node)
+        return w is not None and (w.has_weights or not w.gather.features)
     except NoMatch:
         return True
 
@@ -253,6 +255,8 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return None
     values = call.get("per_sample_weights")
     known = is_transposed(view, table) or same_size(size[1], 1)
+    if not known and is_parameter(view, table):
+        return None
     if call.get("mode") != "sum" or values is None:
         if known:
             raise NoMatch("bags are not weighted sums", node)

@@ -305,7 +305,7 @@ def _read(view: GraphView, way: _Way, axes: Axes) -> Contributions | None:
             if step.call.name in VIEWS:
                 axes = tuple(above(view, step.node, step.call, axes))
         except NoMatch:
-            if way.gather.features:
+            if way.gather.features or is_parameter(view, way.gather.source):
                 return None  # views of an embedding, say
             raise
     w: Contributions | None = Contributions(way.gather, axes, (way.gather.node,))

@@ -16,7 +16,7 @@ from ...graph.axes import Atom, Axis, Placed
 from ...graph.emit import Emitter
 from ...graph.indices import expanded_index, is_full
 from ...graph.names import Call
-from ...graph.values import counting, uniform
+from ...graph.values import counting, is_parameter, uniform
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, REORDERS
 
@@ -81,6 +81,8 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
     behind = places.index(found.queries[0]) > places.index(None)
     single = same_size(view.shape(node)[found.queries[0]], 1)
     features = behind and not single and not is_transposed(view, found.source)
+    if features and is_parameter(view, found.source):
+        return None  # rows of an embedding: every model has some
     return dataclasses.replace(found, features=features)
 
 

@@ -45,6 +45,12 @@ def relu_squared(q, k, v, mask):
     return torch.relu(q @ k.mT * SCALE).square() @ v
 
 
+@attention("less a threshold of each row", at="torch.relu(")
+def above_their_mean(q, k, v, mask):
+    scores = q @ k.mT * SCALE
+    return torch.relu(scores - scores.mean(-1, keepdim=True)) @ v
+
+
 @attention("divided by their sum", at="p / (p.sum(")
 def relu_normalised(q, k, v, mask):
     p = torch.relu(q @ k.mT * SCALE)

@@ -230,6 +230,23 @@ def capped_before_the_rectifier(x, m):
     return m.down(F.relu(m.gate(x).clamp(max=7.0)) * (m.up(x) + 1))
 
 
+@block(modes=TRAIN)
+def mask_without_gradients(x, m):
+    """what says which neurons are active, computed under no_grad"""
+    g = m.gate(x)
+    with torch.no_grad():
+        active = (g > 0).to(g.dtype)
+    return m.down(g * active * m.up(x))
+
+
+@block("no_rewrite", "grad mode changes", modes=TRAIN, at="rectified =")
+def rectified_without_gradients(x, m):
+    g = m.gate(x)
+    with torch.no_grad():
+        rectified = F.relu(g)
+    return m.down(rectified * m.up(x))
+
+
 @block(bias=True)
 def product_times_its_mask(x, m):
     g = m.gate(x)

@@ -136,6 +136,13 @@ def addmm_of_a_residual(x, b, w, d):
     return torch.addmm(x, torch.relu(torch.addmm(b, x, w)), d)
 
 
+@formula(dynamic=True)
+def addmm_at_any_size(x, b, w, c, d):
+    """GPT-2: the sizes of the result are put together to a torch.Size."""
+    h = torch.addmm(b, x.view(-1, x.size(-1)), w).view(x.size()[:-1] + (N,)).relu()
+    return torch.addmm(c, h.view(-1, N), d).view(x.size())
+
+
 @formula()
 def addmm_with_numbers(x, b, w, c, d):
     """alpha and beta, and a bias that was expanded."""

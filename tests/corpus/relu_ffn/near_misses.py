@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from corpus.case import each
 from corpus.relu_ffn.registry import (
     BOTH,
     INFER,
@@ -338,3 +339,38 @@ def gated_down_projection_kept_in_fp32(x, m):
     """mT5 with a rectified gate, in bf16"""
     h = F.relu(m.gate(x)) * m.up(x)
     return F.linear(h.float(), m.down.weight.float())
+
+
+@formula(
+    "no_rewrite",
+    "probabilities weigh the nodes",
+    inputs={
+        "x": lambda: tokens(shape=(B, K)),
+        "w": lambda: weight(K, 8),
+        "c": lambda: weight(8, 2),
+    },
+)
+def graph_attention(x, w, c):
+    """scores of pairs where there is an edge"""
+    nodes = x @ w
+    scores = F.leaky_relu(nodes @ c[:, :1] + (nodes @ c[:, 1:]).T, 0.2)
+    return torch.where(torch.eye(B) > 0, scores, -9e15).softmax(-1) @ nodes
+
+
+def scaled_to_eight_bits(h):
+    scale = 127 / h.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (h * scale).round().clamp(-128, 127) / scale
+
+
+each(
+    miss("gelu and silu have no zeros"),
+    # what is divided by is kept away from zero
+    quantised_silu=lambda x, m: m.down(scaled_to_eight_bits(F.silu(m.gate(x)) * m.up(x))),
+    gelu_of_unit_length=lambda x, m: m.down(
+        (h := F.gelu(m.up(x))) / h.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    ),
+    # a comparison says which tokens are padding
+    gelu_without_padding=lambda x, m: m.down(
+        torch.where((torch.arange(S) < 3)[:, None], F.gelu(m.up(x)), 0.0)
+    ),
+)

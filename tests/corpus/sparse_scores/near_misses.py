@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from corpus.sparse_scores.registry import INFER, TRAIN, B, L, N, V, program, scoring
+from corpus.sparse_scores.registry import BOTH, INFER, TRAIN, B, L, N, V, program, scoring
 
 
 @scoring("no_rewrite", "largest contribution is no sum", batch=False, at=".amax(-1)")
@@ -239,3 +240,42 @@ def candidates_by_rows_and_columns(c, q):
 def einsum_with_boosts_of_queries(c, q):
     """one of three operands has the batch axis, too"""
     return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])
+
+
+class Recommender(nn.Module):
+    """Factors of users and items, and what an item is worth by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.users, self.items, self.worth = (
+            nn.Embedding(V, 8),
+            nn.Embedding(V, 8),
+            nn.Embedding(V, 1),
+        )
+        self.bare = nn.Parameter(torch.rand(V, 8))
+
+    def forward(self, user, item, words):
+        ranked = (self.users(user) * (self.items(item) - self.bare[user])).sum(-1)
+        ranked = ranked + self.worth(words).sum(1).squeeze(-1)
+        rarity = self.worth.weight[words]
+        bags = F.embedding_bag(
+            words, self.items.weight, per_sample_weights=rarity[..., 0], mode="sum"
+        )
+        return ranked + (bags * (self.users(words) * rarity).sum(1)).sum(-1)
+
+
+@program("no_rewrite", "embeddings", BOTH)
+def factors_of_a_recommender():
+    """looked-up rows of parameters, weighted and not, and sums of looked-up numbers"""
+    ids = torch.arange(6)
+    return Recommender(), (ids, ids + 3, torch.stack((ids, ids + 5), 1))
+
+
+@program("no_rewrite", "nothing has a weight", INFER)
+def largest_message():
+    """a graph network that keeps the largest of what the neighbours say"""
+    torch.manual_seed(1)
+    edges = torch.randint(0, N, (2, 60))
+    to = edges[1, :, None].expand(-1, 8)
+    return lambda x: x.scatter_reduce(0, to, torch.tanh(x)[edges[0]], "amax"), (torch.rand(N, 8),)

@@ -500,3 +500,19 @@ def convolution_of_width_three(self, h, mask):
 def logits_of_a_teacher_added(self, h, mask, w, other):
     logits = torch.addmm(other, h.flatten(0, 1), w.t())
     return (tokens(logits.view(B, S, V)) * mask.unsqueeze(-1)).amax(1)
+
+
+@miss("scores of pairs, no terms", parts={"moves": lambda: nn.Parameter(weight(V, V).detach())})
+def best_path(self, h, mask):
+    """a step of Viterbi's algorithm, as in a conditional random field"""
+    scores = self.decoder(h)
+    return (scores[:, 0, :, None] + self.moves + scores[:, 1, None]).max(dim=1)
+
+
+@miss("distances of pairs, no terms")
+def hardest_pairs(self, h, mask):
+    """a triplet loss of the furthest of what is alike and the nearest of what is not"""
+    vectors = self.decoder(h[:, 0])
+    distances, alike = torch.cdist(vectors, vectors), torch.eye(B) > 0
+    furthest = torch.where(alike, distances, -1e9).amax(1)
+    return torch.relu(furthest - torch.where(alike, 1e9, distances).amin(1) + 0.3).mean()

@@ -112,6 +112,10 @@ each(
     negative_min=lambda w: -torch.min(-w, dim=1).values,
 )
 each(
+    pooled(dynamic=True, prefix="any_size_"),
+    max_pool_of_full_width=lambda w: F.max_pool1d(w.mT, kernel_size=w.size(1)).squeeze(-1),
+)
+each(
     pooled(),
     max_pool_of_an_image=lambda w: F.max_pool2d(w[:, None], (S, 1))[:, 0, 0],
     adaptive_max_pool_of_an_image=lambda w: F.adaptive_max_pool2d(w, (1, V)).squeeze(1),
