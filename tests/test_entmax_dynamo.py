@@ -88,6 +88,25 @@ def test_a_bisection_that_is_not_renormalised_is_judged_once(steps):
     assert rewrite.replaced == ("entmax_bisect",) and not report.near_misses
 
 
+def test_a_bisection_that_is_not_renormalised_has_no_nan_for_large_scores():
+    """With scores of which 1 less is the same number, renormalising divides 0 by 0."""
+
+    def program(x):
+        return entmax.entmax_bisect(x, 1.5, ensure_sum_one=False)
+
+    x = 1e7 * torch.randn(64, 33, generator=torch.Generator().manual_seed(0))
+    assert entmax.entmax_bisect(x, 1.5).isnan().any(), "no longer the case this test is about"
+    with only("entmax") as report, torch.no_grad():
+        got = compile_without_codegen(program)(x)
+        assert len(report.rewrites) == 1
+    torch.testing.assert_close(got, entmax.entmax15(x.double()).float())
+    lost = torch.full((2, 33), -torch.inf)
+    with only("entmax"), torch.no_grad():
+        torch.testing.assert_close(
+            compile_without_codegen(program)(lost), program(lost), equal_nan=True
+        )
+
+
 def test_beside_a_transform_calls_are_rewritten():
     def program(x):
         return vmap(ROWS["sparsemax"])(x) + entmax.sparsemax(x, -1)

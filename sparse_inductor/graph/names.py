@@ -58,10 +58,8 @@ class Call:
     def drops(self) -> bool:
         """Whether it is a dropout that is active, as it is unless the call says otherwise."""
         p = self.get("p", 0.5)
-        if isinstance(
-            fake(p), torch.SymFloat
-        ):  # dynamic=True; PyTorch's dropout asks for its value
-            p = fake(p).node.maybe_as_float()
+        if isinstance(fake(p), torch.SymFloat):
+            p = fake(p).node.maybe_as_float()  # PyTorch's dropout has asked for its value
         return self.name == "dropout" and bool(self.get("training", True) and p != 0)
 
 

@@ -197,8 +197,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     if not isinstance(dim, int):
         raise NoMatch("the dimension is known only at run time", node)
     dim %= max(1, len(view.shape(x)))
-    bisects = call.name.endswith("_bisect")
-    undefined = "nan absorbed" if bisects else "refused"
+    undefined = "nan absorbed" if call.name.endswith("_bisect") else "refused"
     alpha: Any = {"entmax15": 1.5, "entmax_bisect": call.get("alpha", 1.5)}.get(call.name, 2.0)
     known = view.const(alpha, node)
     if known is not None:
@@ -210,7 +209,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         raise NoMatch("alpha is a number known only at run time", node)
     found = Transform(view, node, x, node, dim, alpha, (node,), undefined=undefined)
     if call.name == "entmax_bisect":
-        _check_bisection(found, call)
+        found = _bisected(found, call)
     # A value a row that the user subtracts first changes nothing.
     shifts = unshifted(view, x, node, dim)
     shifted = dataclasses.replace(found, source=shifts[-1].source, reader=shifts[-1].reader)
@@ -220,7 +219,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     nodes = _replaced(piece)
     # What is subtracted may be detached; what it is subtracted from may not.
     settled = tuple(n for n in nodes if n not in {s.reader for s in shifts[1:]})
-    undefined = "nan" if bisects else undefined
+    undefined = found.undefined.removesuffix(" absorbed")
     return dataclasses.replace(shifted, nodes=nodes, settled=settled, undefined=undefined)
 
 
@@ -231,22 +230,25 @@ def _sane(alpha: float, node: fx.Node) -> float:
     return alpha
 
 
-def _check_bisection(found: Transform, call: Call) -> None:
-    """Raises NoMatch where a bisection is ended so early that its result is not entmax's."""
+def _bisected(found: Transform, call: Call) -> Transform:
+    """With what becomes of rows without a threshold. Raises NoMatch where a bisection is ended so early that its result
+    is not entmax's."""
     view, node, alpha, steps = found.view, found.node, found.alpha, call.get("n_iter", 50)
     normalised = call.get("ensure_sum_one", True) is True
     whole = isinstance(steps, int)
     if whole and steps >= 50 and normalised:
-        return
+        return found
     if not whole or (isinstance(alpha, fx.Node) and not view.is_tensor(alpha)):
         raise NoMatch("a bisection cannot be tried whose n_iter or alpha is not known", node)
     piece = region(view, node, found.inputs)
     assert piece is not None  # a call of these alone
     how = f"n_iter={steps}" + ("" if normalised else ", ensure_sum_one=False")
+    trial = Trial(view, found.source, found.dim, alpha, node)
     try:
-        Trial(view, found.source, found.dim, alpha, node).check(piece)
+        trial.check(piece)
     except NoMatch as decline:
         raise NoMatch(f"{how}: {decline.reason}", node) from None
+    return dataclasses.replace(found, undefined=trial.undefined(piece))
 
 
 def given_alpha(
