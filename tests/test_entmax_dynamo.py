@@ -107,6 +107,21 @@ def test_a_bisection_that_is_not_renormalised_has_no_nan_for_large_scores():
         )
 
 
+def test_a_bisection_that_is_not_renormalised_makes_zeros_of_rows_masked_with_the_least_number():
+    """The least number less 1 is itself; entmax of equal scores is the same probability for each."""
+
+    def program(x, keep):
+        least = torch.finfo(x.dtype).min
+        return entmax.entmax_bisect(x.masked_fill(~keep, least), 1.5, ensure_sum_one=False)
+
+    x, keep = torch.randn(4, 33), torch.zeros(4, 33, dtype=torch.bool)
+    assert not program(x, keep).any(), "no longer the case this test is about"
+    with only("entmax") as report, torch.no_grad():
+        compile_without_codegen(program)(x, keep)
+    (miss,) = report.near_misses
+    assert not report.rewrites and "zero in a row that is masked throughout" in miss.reason
+
+
 def test_beside_a_transform_calls_are_rewritten():
     def program(x):
         return vmap(ROWS["sparsemax"])(x) + entmax.sparsemax(x, -1)

@@ -124,6 +124,10 @@ class Trial:
         for width in others if wrong is None else ():
             with contextlib.suppress(Untestable):  # of that size the program may not be
                 wrong = wrong or self._forward_of(piece, width, fills)
+        for fill in fills if wrong is None else ():
+            p = self._row_with(piece, fill)
+            if p is not None and not p[1].any():
+                return self._reason("is zero in a row that is masked throughout", fill)
         return wrong
 
     def _forward_of(self, piece: Region, width: int, fills: tuple[float, ...]) -> str | None:
