@@ -59,7 +59,7 @@ class Call:
         """Whether it is a dropout that is active, as it is unless the call says otherwise."""
         p = self.get("p", 0.5)
         if isinstance(fake(p), torch.SymFloat):
-            p = fake(p).node.maybe_as_float()  # PyTorch's dropout has asked for its value
+            p = fake(p).node.maybe_as_float()  # F.dropout compares it: a guard fixes it
         return self.name == "dropout" and bool(self.get("training", True) and p != 0)
 
 

@@ -191,7 +191,7 @@ def bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
 
 
 def _one_by_one(given: tuple) -> tuple:
-    """Arguments of which there may be any number, given as such or as a sequence, which may be a node that makes a
+    """The arguments of a variadic parameter, given one by one or as a sequence, which may be a node that makes a
     torch.Size."""
     one = given[0] if len(given) == 1 else given
     if isinstance(one, fx.Node) and one.target is torch.Size:

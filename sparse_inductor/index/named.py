@@ -50,7 +50,7 @@ class NamedIndex:
         self._held = index, names, numbers
 
     def __getstate__(self) -> tuple[SparseIndex, list[str]]:
-        """Documents and names of one moment: a copy is of its own."""
+        """Documents and names of one moment: a copy does not change with this index."""
         with self._writing:
             index, names, _ = self._held
             return copy.copy(index), names[: len(index)]

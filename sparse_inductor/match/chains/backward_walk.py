@@ -48,7 +48,7 @@ _NOT_MONOTONE = {
 
 
 class Spread(NoMatch):
-    """The values of a linear stand in every place of an axis that they lack: in scores of pairs, say."""
+    """The values of a linear are broadcast along an axis that they lack, as in scores of pairs."""
 
 
 def walk_back(
@@ -180,7 +180,7 @@ class BackwardWalk:
                 "no rows of tokens"
             )
         if view.const(node) is not None:
-            raise self.decline(f"{name} makes a number of every element, no linear does")
+            raise self.decline(f"{name} fills a tensor with one number, which comes from no linear")
         raise self.decline(f"{name} after the linear is no step of an operator")
 
     # Shape and dtype

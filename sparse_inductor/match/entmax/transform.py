@@ -231,8 +231,8 @@ def _sane(alpha: float, node: fx.Node) -> float:
 
 
 def _bisected(found: Transform, call: Call) -> Transform:
-    """With what becomes of rows without a threshold. Raises NoMatch where a bisection is ended so early that its result
-    is not entmax's."""
+    """The transformation, with what this bisection makes of rows without a threshold. Raises NoMatch where it ends so
+    early that its result is not entmax's."""
     view, node, alpha, steps = found.view, found.node, found.alpha, call.get("n_iter", 50)
     normalised = call.get("ensure_sum_one", True) is True
     whole = isinstance(steps, int)

@@ -196,7 +196,8 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     activations = expected_elements(view.shape(source))
 
     def counts(n: fx.Node) -> bool:
-        """A comparison of fewer elements says which tokens are padding, say."""
+        """Whether a node may be a rectifier: a comparison of fewer elements is not, as one that says which tokens are
+        padding."""
         mask = view.name_of(n) in COMPARISONS and view.is_tensor(n)
         return not mask or expected_elements(view.shape(n)) >= activations
 

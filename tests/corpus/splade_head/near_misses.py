@@ -274,7 +274,7 @@ def cleaned_logits(h, mask, w):
     return torch.nan_to_num(h @ w.T).relu().log1p().amax(dim=1)
 
 
-@formula("no_rewrite", "zeros_like makes a number of every element", at="zeros_like(")
+@formula("no_rewrite", "zeros_like fills a tensor with one number", at="zeros_like(")
 def a_token_of_zeros(h, mask, w):
     logits = h @ w.T
     return torch.cat([logits, torch.zeros_like(logits[:, :1])], 1).amax(dim=1)
