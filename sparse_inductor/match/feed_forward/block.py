@@ -29,12 +29,13 @@ from ..chains.family import above, may_be_above
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
-# What makes one number of many, or of all tokens, or keeps few, or probabilities that weigh tokens: what comes after it
-# is no block of what came before.
+# What makes one number of many, or of all tokens, or keeps few: what comes after it is no block of what came before.
 _OTHERS = frozenset(
     "scatter amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "scaled_dot_product_attention softmax entmax15 sparsemax entmax_bisect sparsemax_bisect".split()
+    "scaled_dot_product_attention".split()
 )
+# What makes probabilities: what is rectified above one weighs tokens or experts, and is no activation.
+_PROBABILITIES = frozenset("softmax entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 RECTIFIER_CALLS = frozenset(
     (
         *"clamp clamp_min maximum where sign heaviside gt ge lt le autograd_function_apply".split(),
@@ -201,8 +202,12 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
         mask = view.name_of(n) in COMPARISONS and view.is_tensor(n)
         return not mask or expected_elements(view.shape(n)) >= activations
 
-    found = set[str]().union(*(above(view, s, _OTHERS, counts) for s in sources))
-    return "linear" in found and bool(found & RECTIFIER_CALLS - {"where"})
+    def found(stop: frozenset[str]) -> set[str]:
+        return set[str]().union(*(above(view, s, stop, counts) for s in sources))
+
+    if found(_OTHERS | _PROBABILITIES).isdisjoint(RECTIFIER_CALLS - {"where"}):
+        return False
+    return "linear" in found(_OTHERS)
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:

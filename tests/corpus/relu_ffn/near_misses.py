@@ -153,6 +153,25 @@ def stacked_experts():
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
+class WeighedExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(K, 3)
+        self.up = torch.nn.Parameter(weight(3, K, N).detach())
+        self.down = torch.nn.Parameter(weight(3, N, K, seed=37).detach())
+
+    def forward(self, x):
+        h = torch.relu(torch.einsum("btd,edn->bten", x, self.up))
+        weighed = h * self.router(x).softmax(-1).unsqueeze(-1)
+        return torch.einsum("bten,end->btd", weighed, self.down)
+
+
+@program("no_rewrite", "over several axes at once", at="bten,end->btd")
+def weighed_experts():
+    """a mixture of all experts, weighed by a softmax"""
+    return WeighedExperts(), (tokens(),)
+
+
 @formula("no_rewrite", "read different inputs", modes=INFER, at="(x @ u)")
 def input_written(x, g, u, d):
     x = x.clone()
