@@ -33,6 +33,10 @@ def filter_of(documents: Any, count: int, argument: str) -> Tensor:
     """What an argument of `search` names: int64 ids below `count`, or a mask [N] or [B, N], N at most `count`."""
     named = _named(documents, argument, count)
     if named.dtype != torch.bool:
+        if named.shape[1:].numel() > 1:
+            raise ValueError(
+                f"{argument}: ids are for all queries and [M], a mask may have a row for each; got {tuple(named.shape)}"
+            )
         return _checked(_integers(named).reshape(-1), 0, count)
     if named.dim() not in (1, 2) or named.shape[-1] > count:
         raise IndexError(
