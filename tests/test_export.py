@@ -100,3 +100,22 @@ def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
     torch.save(cases, tmp_path / "cases.pt")
     done = python("-W", "ignore", "-c", RUNNER, package, tmp_path / "cases.pt", path=[ROOT])
     assert done.stdout.split() == ["False", str(len(SIZES))]
+
+
+@pytest.mark.heavy
+def test_a_package_of_a_head_without_factors_runs_in_every_mode(tmp_path):
+    head, x = torch.nn.Linear(8, 40).requires_grad_(False), torch.randn(2, 5, 8)
+
+    class Pooled(torch.nn.Module):
+        def forward(self, x):
+            return head(x).relu().log1p().amax(1)
+
+    with sparse_inductor.enabled(policy="always"), torch.no_grad():
+        path = torch._inductor.aoti_compile_and_package(
+            torch.export.export(Pooled(), (x,)), package_path=str(tmp_path / "head.pt2")
+        )
+    assert [r.pattern for r in sparse_inductor.report().rewrites] == ["splade_head"]
+    program = torch._inductor.aoti_load_package(path)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            torch.testing.assert_close(program(x), Pooled()(x))

@@ -47,7 +47,7 @@ def test_pages_are_parts_of_one_result(query):
     assert (past[0] == -INF).all() and (past[1] == -1).all()
 
 
-@pytest.mark.parametrize("lowest", [0.0, 1, 1.5, -1.0, 100.0])
+@pytest.mark.parametrize("lowest", [0.0, 1, 1.5, -1.0, 100.0, np.float32(1.5), torch.tensor(1.0)])
 def test_what_scores_less_is_no_result(lowest):
     index, q = collection(), queries_of()
     scores, ids = index.search(q, N, min_score=lowest)
@@ -61,7 +61,8 @@ def test_what_scores_less_is_no_result(lowest):
 
 @pytest.mark.parametrize(("options", "error"), [
     ({"offset": -1}, ValueError), ({"offset": 1.5}, ValueError), ({"min_score": float("nan")}, ValueError),
-    ({"offset": True}, ValueError),
+    ({"offset": True}, ValueError), ({"min_score": np.float32("nan")}, ValueError), ({"min_score": "1"}, ValueError),
+    ({"min_score": torch.zeros(3)}, ValueError),
 ])  # fmt: skip
 def test_bad_pages_are_refused(options, error):
     with pytest.raises(error, match="offset|min_score"):
@@ -127,7 +128,7 @@ def test_an_empty_index_has_no_candidates():
 
 @pytest.mark.parametrize(("ids", "error"), [
     ([N], IndexError), ([-2], IndexError), ([[1, 2]], ValueError), ([[[1]]], ValueError), ([0.5], TypeError),
-    (np.ones(N, bool), TypeError),
+    (np.ones(N, bool), TypeError), ([True, 2], TypeError), (["a"], TypeError), ([1 << 70], IndexError),
 ])  # fmt: skip
 def test_bad_candidates_are_refused(ids, error):
     with pytest.raises(error, match="document|candidates"):

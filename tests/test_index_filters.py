@@ -54,10 +54,15 @@ FORMS = {
     "ids": lambda mask: mask.nonzero().squeeze(1),
     "int32": lambda mask: mask.nonzero().squeeze(1).int(),
     "list": lambda mask: mask.nonzero().squeeze(1).tolist(),
+    "column": lambda mask: mask.nonzero(),
     "mask": lambda mask: mask,
     "numpy": lambda mask: mask.numpy(),
     "numpy, backwards": lambda mask: mask.flip(0).numpy()[::-1],
+    "sparse": lambda mask: mask.to_sparse(),
+    "booleans": lambda mask: mask.tolist(),
     "for each": lambda mask: mask.expand(B, N),
+    "lists for each": lambda mask: mask.expand(B, N).tolist(),
+    "arrays for each": lambda mask: [*mask.expand(B, N).numpy()],
 }
 
 
@@ -81,9 +86,9 @@ def test_each_query_may_have_its_own_mask(monkeypatch, sparse):
     agrees((scores[None], ids[None]), best(collection(), q[:1], 5, masks[0]))
 
 
-def test_documents_that_came_after_a_mask_are_not_marked_in_it():
+@pytest.mark.parametrize("mask", [torch.ones(30, dtype=torch.bool), [True] * 30])
+def test_documents_that_came_after_a_mask_are_not_marked_in_it(mask):
     index, q = SparseIndex.build(collection()[:30]), queries_of()
-    mask = torch.ones(30, dtype=torch.bool)
     index.append(collection()[30:])
     first = torch.arange(N) < 30
     agrees(index.search(q, 9, allow=mask), best(collection(), q, 9, first))
@@ -102,6 +107,22 @@ def test_a_compiled_search_takes_filters(each):
             mask = masks if each else masks[0]
             agrees(program(q, mask), best(collection()[:n], q, 6, mask))
             index.append(collection()[n:])
+
+
+@pytest.mark.parametrize("none", [(), {*()}, torch.tensor([]), np.array([]), [False] * N])
+def test_a_filter_may_name_nothing(none):
+    index, q = SparseIndex.build(collection()), queries_of()
+    program = torch.compile(
+        lambda q: (index.search(q, 6, allow=none), index.search(q, 6, deny=none)),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for allowed, denied in (
+        program(q),
+        (index.search(q, 6, allow=none), index.search(q, 6, deny=none)),
+    ):
+        agrees(allowed, best(collection(), q, 6, torch.zeros(N, dtype=torch.bool)))
+        agrees(denied, best(collection(), q, 6, torch.ones(N, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize("marks", [None, torch.rand(B, N) < 0.5], ids=["all", "for each"])
@@ -123,7 +144,10 @@ def test_the_operators_take_marks_or_none(marks):
         ({"deny": np.ones((1, 1, N), dtype=bool)}, IndexError, "deny: a mask of documents"),
         ({"allow": torch.ones(B + 1, N, dtype=torch.bool)}, IndexError, "4 rows for 3 queries"),
         ({"allow": torch.ones(N)}, TypeError, "must be integers"),
-        ({"deny": "all"}, TypeError, "ids must be document ids"),
+        ({"allow": torch.ones(B, 2).long()}, ValueError, "allow: ids are for all queries"),
+        ({"deny": [[1, 2], [3, 4]]}, ValueError, "deny: ids are for all queries"),
+        ({"allow": [[1, 2], [3]]}, TypeError, "must be an int, got \\[1, 2\\]"),
+        ({"deny": "all"}, TypeError, "deny must be document ids.*got str 'all'"),
     ],
 )
 def test_what_is_no_filter(filters, error, said):

@@ -484,7 +484,7 @@ def test_bad_ids_to_delete_are_named_and_change_nothing(ids, error, message):
 
 def test_deleting_nothing():
     index = SparseIndex.build(collection())
-    for none in ([], (), torch.tensor([]).long(), np.array([], dtype=np.int64), set()):
+    for none in ([], (), torch.tensor([]), np.array([]), set()):
         assert index.delete(none) == 0
     assert SparseIndex(V).delete(torch.zeros(0, dtype=torch.bool)) == 0
 

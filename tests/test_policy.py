@@ -418,6 +418,14 @@ def test_nothing_is_decided_where_nothing_may_be_compiled():
     assert compiled.dynamo_graphs == 1
 
 
+@pytest.mark.usefixtures("looks_often")
+def test_the_program_has_as_many_versions_as_without_us():
+    sizes = torch._dynamo.config.recompile_limit
+    inputs = [torch.ones(size, 8) for size in range(1, sizes + 1) for _ in range(14)]
+    rewritten, compiled = changes(inactive(), inputs, dynamic=False, fullgraph=True)
+    assert rewritten and compiled > sizes
+
+
 @pytest.mark.heavy
 @pytest.mark.usefixtures("looks_often")
 def test_what_runs_again_in_the_backward_is_not_counted():

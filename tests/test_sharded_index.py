@@ -53,6 +53,8 @@ def _work(rank: int, world: int, folder: str, device: str) -> None:
         odd = torch.arange(94) % 2 == 1
         same(9, allow=odd, deny=[5, 36, 91], offset=3, min_score=0.5)
         same(9, deny=torch.stack([odd] * len(q)), offset=30)
+        same(9, allow=odd[:50].tolist(), deny=torch.tensor([]))
+        same(0)
         index.save(f"{folder}/saved")
         index = ShardedIndex.load(f"{folder}/saved", device=where)
         same(20)

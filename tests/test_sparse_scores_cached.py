@@ -197,6 +197,17 @@ def test_a_slower_index_is_not_built(monkeypatch):
     assert [m.used(queries(2)) for _ in range(3)] == [False, False, True]
 
 
+def test_an_index_that_was_interrupted_is_built_later(monkeypatch):
+    m, q = Held(), queries()
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(
+            cached, "CheckedIndex", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        for _ in range(4):
+            m(q)
+    assert [m.used(q) for _ in range(3)][1:] == [True, True]
+
+
 def test_deterministic_programs_wait_for_an_index(monkeypatch):
     """Which call is the first to be searched does not depend on how long a thread takes."""
     monkeypatch.setattr(cached, "ON_THE_SPOT", 0)

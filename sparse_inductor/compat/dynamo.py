@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -96,8 +97,9 @@ def may_recompile(code: types.CodeType | None) -> bool:
     return len(eval_frame._debug_get_cache_entry_list(code)) < config.recompile_limit // 2
 
 
-def add_guard(holds: Callable[[], bool], text: str) -> None:
-    """Have the code of the frame under compilation run only where `holds()` says so, asked at each call."""
+def add_guard(holds: Callable[[], bool], text: str, counts: bool = True) -> None:
+    """Have the code of the frame under compilation run only where `holds()` says so, asked at each call. counts:
+    whether the code is one of those that `recompile_limit` limits."""
     from torch._dynamo.guards import install_guard
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -106,6 +108,8 @@ def add_guard(holds: Callable[[], bool], text: str) -> None:
         # A stack of the user's is a third argument since torch 2.12.
         extra = manager.add_lambda_guard.__doc__.count(",") - 2
         manager.add_lambda_guard(lambda _: holds(), [text], *[None] * extra)
+        if not counts:  # code that is bound to an object which the frame does not have
+            builder.id_matched_objs[text] = weakref.ref(add_guard)
 
     source = InstructionTranslator.current_tx().import_source("torch")
     install_guard(source.make_guard(create))

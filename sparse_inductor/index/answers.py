@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from .. import compat
 from ..threads import apart
 from .contents import Contents
-from .documents import as_tensor, candidate_ids, marked
+from .documents import as_float, as_tensor, candidate_ids, marked
 from .queries import Queries, queries_of
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ def page(scores: Tensor, ids: Tensor, first: int, min_score: float | None) -> tu
     if not (isinstance(first, int) and first == 0):
         scores, ids = scores[..., first:], ids[..., first:]
     if min_score is not None:
-        if isinstance(min_score, float) and math.isnan(min_score):
-            raise ValueError("min_score must not be NaN")
+        if isinstance(min_score, float) or not torch.compiler.is_compiling():
+            min_score = as_float(min_score, "min_score")
         low = scores < min_score  # not of a query that is not finite, whose scores are NaN
         scores, ids = scores.masked_fill(low, float("-inf")), ids.masked_fill(low, -1)
     return scores, ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -18,33 +19,30 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
 
     Raises what `SparseIndex.delete` documents.
     """
-    if not isinstance(ids, (torch.Tensor, np.ndarray)):
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-            raise TypeError(
-                f"ids must be document ids or a boolean mask of all documents, got {type(ids).__name__} {ids!r}"
+    named = _named(ids, "ids", count)
+    if named.dtype != torch.bool:
+        return _checked(_integers(named).reshape(-1), 0, count)
+    if named.shape != (count,):
+        raise IndexError(
+            f"a mask of documents must have shape ({count},), one place for every document; got {tuple(named.shape)}"
+        )
+    return named.nonzero().squeeze(1)
+
+
+def filter_of(documents: Any, count: int, argument: str) -> Tensor:
+    """What an argument of `search` names: int64 ids below `count`, or a mask [N] or [B, N], N at most `count`."""
+    named = _named(documents, argument, count)
+    if named.dtype != torch.bool:
+        if named.shape[1:].numel() > 1:
+            raise ValueError(
+                f"{argument}: ids are for all queries and [M], a mask may have a row for each; got {tuple(named.shape)}"
             )
-        named = list(ids)
-        if named and all(isinstance(i, (bool, np.bool_)) for i in named):
-            ids = torch.tensor(named, dtype=torch.bool, device="cpu")
-        else:
-            if {*map(type, named)} != {int}:
-                named = [as_int(i, "a document id") for i in named]
-            try:
-                ids = np.array(named, np.int64)
-            except OverflowError:
-                raise IndexError(_no_document(named, 0, count)) from None
-    ids = (ids if isinstance(ids, torch.Tensor) else from_array(ids)).detach()
-    ids = ids.to_dense() if ids.layout != torch.strided else ids
-    if ids.dtype == torch.bool:
-        if ids.shape != (count,):
-            raise IndexError(
-                f"a mask of documents must have shape ({count},), one place for every document; got {tuple(ids.shape)}"
-            )
-        return ids.nonzero().squeeze(1)
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.uint8:
-        also = ": is it a mask? That is torch.bool" if ids.dtype == torch.uint8 else ""
-        raise TypeError(f"document ids must be integers, got {ids.dtype}{also}")
-    return _checked(ids.long().reshape(-1), 0, count)
+        return _checked(_integers(named).reshape(-1), 0, count)
+    if named.dim() not in (1, 2) or named.shape[-1] > count:
+        raise IndexError(
+            f"{argument}: a mask of documents has shape (N,) or (B, N), N at most {count}; got {tuple(named.shape)}"
+        )
+    return named
 
 
 def candidate_ids(documents: Any, count: int) -> Tensor:
@@ -52,43 +50,71 @@ def candidate_ids(documents: Any, count: int) -> Tensor:
 
     Raises what `SparseIndex.scores` documents.
     """
-    ids = documents if isinstance(documents, Tensor) else from_array(np.asarray(documents))
-    if not ids.numel():
-        ids = ids.long()
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"document ids must be integers, got {ids.dtype}")
+    ids = _integers(_named(documents, "documents", count))
     if ids.dim() not in (1, 2):
         raise ValueError(f"documents must be ids [M] or [B, M], got shape {tuple(ids.shape)}")
-    return _checked(ids.long(), -1, count)
+    return _checked(ids, -1, count)
 
 
 def as_tensor(documents: Any) -> Tensor | None:
     """An argument of `search` as a compiled program hands it on."""
     if documents is None or isinstance(documents, Tensor):
         return documents
-    return torch.as_tensor(documents, device="cpu")
-
-
-def is_mask(documents: Any) -> bool:
-    """Whether documents are named by a boolean mask, and not by their ids."""
-    booleans = torch.bool, np.bool_
-    return isinstance(documents, (Tensor, np.ndarray)) and documents.dtype in booleans
+    given = documents if isinstance(documents, np.ndarray) else list(documents)
+    return torch.as_tensor(given, device="cpu")
 
 
 def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
     """A mask of the documents that an argument of `search` names, [N] or [B, N]; like: [N], or [B, N] if another
     argument had a row for each query."""
     count = like.shape[-1]
-    if not is_mask(documents):
+    named = filter_of(documents, count, argument).to(like.device)
+    if named.dtype != torch.bool:
         marks = torch.zeros(count, dtype=torch.bool, device=like.device)
-        return marks.scatter_(0, document_ids(documents, count).to(like.device), True)
-    mask = (documents if isinstance(documents, Tensor) else from_array(documents)).to(like.device)
-    if mask.dim() not in (1, 2) or mask.shape[-1] > count:
-        raise IndexError(
-            f"{argument}: a mask of documents has shape (N,) or (B, N), N at most {count}; got {tuple(mask.shape)}"
+        return marks.scatter_(0, named, True)
+    missing = count - named.shape[-1]
+    return torch.nn.functional.pad(named, (0, missing)) if missing else named
+
+
+def _named(documents: Any, argument: str, count: int) -> Tensor:
+    """What an argument gives, as a tensor: a boolean mask, or what should be ids; nothing at all is no ids."""
+    if isinstance(documents, np.ndarray):
+        documents = from_array(documents)
+    elif not isinstance(documents, torch.Tensor):
+        documents = _listed(documents, argument, count)
+    found = documents.detach()
+    found = found if found.layout == torch.strided else found.to_dense()
+    return found if found.numel() or found.dtype == torch.bool else found.long()
+
+
+def _listed(documents: Any, argument: str, count: int) -> Tensor:
+    """Ids or booleans of Python, or rows of such."""
+    if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
+        kind = type(documents).__name__
+        raise TypeError(
+            f"{argument} must be document ids or a boolean mask of all documents, got {kind} {documents!r}"
         )
-    missing = count - mask.shape[-1]
-    return torch.nn.functional.pad(mask, (0, missing)) if missing else mask
+    given = list(documents)
+    kinds = {*map(type, given)}
+    if kinds and kinds <= {list, tuple, np.ndarray, torch.Tensor}:
+        rows = [_named(row, argument, count) for row in given]
+        if len({(row.shape, row.dtype) for row in rows}) == 1:
+            return torch.stack(rows)
+    if kinds and kinds <= {bool, np.bool_}:
+        return torch.tensor(given, dtype=torch.bool, device="cpu")
+    if kinds != {int}:
+        given = [as_int(i, "a document id") for i in given]
+    try:
+        return from_array(np.array(given, np.int64))
+    except OverflowError:
+        raise IndexError(_no_document(given, 0, count)) from None
+
+
+def _integers(ids: Tensor) -> Tensor:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint8):
+        also = ": is it a mask? That is torch.bool" if ids.dtype == torch.uint8 else ""
+        raise TypeError(f"document ids must be integers, got {ids.dtype}{also}")
+    return ids.long()
 
 
 def _checked(ids: Tensor, least: int, count: int) -> Tensor:
@@ -113,6 +139,20 @@ def as_count(value: Any, name: str) -> int:
     if value < 0:
         raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
     return value
+
+
+def as_float(value: Any, name: str) -> float:
+    """A float that is not NaN from whatever is a real number.
+
+    Raises ValueError for other things.
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number and not NaN, got {value!r}")
+    return number
 
 
 def as_int(value: Any, name: str) -> int:

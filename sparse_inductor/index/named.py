@@ -185,7 +185,7 @@ class NamedIndex:
 
 
 def _strings(names: Iterable[str]) -> list[str]:
-    if isinstance(names, str):  # an iterable of its letters
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
         raise TypeError(f"names must be a list of strings, got {names!r}")
     given = list(names)
     for name in given:

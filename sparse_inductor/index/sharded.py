@@ -18,7 +18,7 @@ from sparse_inductor.ops._merge import keys, merged
 
 from . import files
 from .answers import page
-from .documents import as_count, document_ids, is_mask
+from .documents import as_count, document_ids, filter_of
 from .sparse_index import SparseIndex
 from .storage import PendingFile
 
@@ -91,24 +91,21 @@ class ShardedIndex(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The k best documents of all processes; see `SparseIndex.search`."""
         first = as_count(offset, "offset")
-        filters = {"allow": self._own(allow), "deny": self._own(deny)}
+        filters = {"allow": self._own(allow, "allow"), "deny": self._own(deny, "deny")}
         scores, ids = self.local.search(queries, as_count(k, "k") + first, **filters)
-        own = scores.reshape(-1, ids.shape[-1])
+        own = torch.atleast_2d(scores)
         mine = keys(own, ids.view_as(own), self.first)
         found, which = merged(self._stacked(mine), own)
         return page(found.view_as(scores), which.view_as(ids), first, min_score)
 
-    def _own(self, documents: Any) -> Any:
+    def _own(self, documents: Any, argument: str) -> Tensor | None:
         """A filter of `search`, of this process's documents."""
         if documents is None:
             return None
-        if is_mask(documents):
-            if documents.shape[-1] > self._total:
-                raise IndexError(
-                    f"a mask of {documents.shape[-1]} documents, but there are {self._total}"
-                )
-            return documents[..., self.first : self.first + len(self.local)]
-        return self._here(document_ids(documents, self._total))
+        named = filter_of(documents, self._total, argument)
+        if named.dtype == torch.bool:
+            return named[..., self.first : self.first + len(self.local)]
+        return self._here(named)
 
     def _here(self, ids: Tensor) -> Tensor:
         """Those of ids that are this process's, as it numbers them."""

@@ -244,9 +244,9 @@ class SparseIndex(nn.Module):
                 named, ids outside [0, V) count nothing and terms named twice add up. Read as fp32. Memory grows with
                 the entries of sparse queries.
             k: how many; more than there are live documents is allowed.
-            allow, deny: the documents that alone may be found, and those that may not: ids, or a boolean mask, [N] for
-                all queries or [B, N] with a row for each. Documents that came after a mask was made, which is then
-                shorter, are not marked in it.
+            allow, deny: the documents that alone may be found, and those that may not: ids for all queries, or a
+                boolean mask, [N] for all or [B, N] with a row for each. Documents that came after a mask was made,
+                which is then shorter, are not marked in it.
             offset: how many of the best are passed over, for a page of results: the k after them. Costs what a search
                 for `offset + k` costs.
             min_score: the lowest score that is a result.

@@ -232,6 +232,9 @@ class Collection:
                 self._build(*args)
         except RuntimeError as error:  # no memory for a copy, no thread
             self._refuse(f"no index can be built: {error}")
+        except BaseException:  # interrupted: a later call tries again
+            self._building = False
+            raise
 
     def _build(
         self,

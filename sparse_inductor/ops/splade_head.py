@@ -225,7 +225,7 @@ def _epilogue(p: Plan, rows, per_element) -> tuple[Program, dict[str, Any]]:
 
 
 def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
-    rows = rows or []  # an AOTInductor package hands over None for no tensors
+    rows = rows or []  # as in `_autograd`
     dtype = torch.int64 if argmax else None
     values, winner, _, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
     return values, _positions(winner, values, argmax)
@@ -273,7 +273,6 @@ def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, need
 class _SpladeHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
-        rows = rows or []  # as in `_infer`
         _check(hidden, weight, bias, rows, steps, out_dtype)
         values, winner, peak, per_element = torch.ops.sparse_inductor.splade_head_train(
             hidden, weight, bias, rows, steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2]), even
@@ -350,7 +349,14 @@ def _shared_backward(
     return rule.backward((values,), kept, rule.inputs[:3])
 
 
-_autograd = by_gradient("splade_head", _infer, _SpladeHead.apply, (0, 1, 2))
+_by_gradient = by_gradient("splade_head", _infer, _SpladeHead.apply, (0, 1, 2))
+
+
+def _autograd(hidden, weight, bias, rows, *more):
+    # An AOTInductor package hands over None for no tensors.
+    return _by_gradient(hidden, weight, bias, rows or [], *more)
+
+
 register(_lib, "splade_head", _infer, _fake, _shared_values, _autograd)
 register(_lib, "splade_head_train", _train, _fake_train, _shared)
 register(_lib, "splade_head_backward", _backward, _fake_backward, _shared_backward)

@@ -10,7 +10,8 @@ guard holds again.
 A rewritten block is not counted; every `RECHECK` calls the code as written runs twice instead.
 
 Nothing changes where the program says that it must not be compiled anew (`set_stance`, `error_on_recompile`), or where
-Dynamo holds half as many versions of the frame as it keeps: what is left belongs to the program's own shapes.
+Dynamo holds half as many versions of the frame as it keeps. The program's own shapes may have them all: what is
+compiled because of a profile does not count.
 """
 
 from __future__ import annotations
@@ -159,6 +160,10 @@ class Profile:
             self._stay(compat.checkpoint_under_way())
             counting.call.due = self.calls % self._every == 0
 
+    def has_others(self) -> bool:
+        """Whether code was compiled, none of it of the current version, which is then one more than the program has."""
+        return bool(self._compiled) and self.version not in self._compiled
+
     def _stay(self, checkpoint: Any) -> None:
         if checkpoint is not None:
             self._within[checkpoint] = self.version
@@ -278,7 +283,7 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         return True
 
     counting.install()
-    compat.add_guard(holds, f"sparse_inductor: version {version}")
+    compat.add_guard(holds, f"sparse_inductor: version {version}", counts=not profile.has_others())
     if not watched:
         return
     kept_as = (__name__, "counters", kept.name)
