@@ -108,9 +108,8 @@ def add_guard(holds: Callable[[], bool], text: str, counts: bool = True) -> None
         # A stack of the user's is a third argument since torch 2.12.
         extra = manager.add_lambda_guard.__doc__.count(",") - 2
         manager.add_lambda_guard(lambda _: holds(), [text], *[None] * extra)
-        if (
-            not counts
-        ):  # Dynamo does not count code that is bound to an object which the frame does not have
+        if not counts:
+            # Dynamo does not count code that is bound to an object which the frame does not have.
             getattr(builder, "id_matched_objs", {})[text] = weakref.ref(add_guard)
 
     source = InstructionTranslator.current_tx().import_source("torch")

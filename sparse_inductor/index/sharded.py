@@ -91,8 +91,8 @@ class ShardedIndex(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The k best documents of all processes; see `SparseIndex.search`."""
         first = as_count(offset, "offset")
-        filters = {"allow": self._own(allow, "allow"), "deny": self._own(deny, "deny")}
-        scores, ids = self.local.search(queries, as_count(k, "k") + first, **filters)
+        allow, deny = self._own(allow, "allow"), self._own(deny, "deny")
+        scores, ids = self.local.search(queries, as_count(k, "k") + first, allow=allow, deny=deny)
         own = torch.atleast_2d(scores)
         mine = keys(own, ids.view_as(own), self.first)
         found, which = merged(self._stacked(mine), own)
