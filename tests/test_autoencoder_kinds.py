@@ -137,7 +137,7 @@ def test_a_crosscoder_is_no_attention():
 
         def forward(self, x):
             codes = torch.einsum("bld,ldn->bn", x, self.encoder).relu()
-            return torch.einsum("bn,nld->bld", codes, torch.stack([*self.decoders], 1))
+            return torch.einsum("bn,nld->bld", codes, torch.stack(list(self.decoders), 1))
 
     report = sparse_inductor.explain(Crosscoder(), torch.randn(6, 3, 8)).report
     assert not [m for m in report.near_misses if m.pattern == "entmax_attention"]

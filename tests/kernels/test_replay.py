@@ -258,7 +258,8 @@ def test_scratch_memory_is_shared_by_what_is_used_one_after_the_other():
         torch.testing.assert_close(total, 4 * x)
     assert freed == 2 * [False, *[True] * 6]  # while it is recorded, too
     (plan,) = replay._plans.values()
-    assert 4 * x.nbytes <= plan._scratch < 6 * x.nbytes
+    # Three of nine tensors at a time; where addresses lie modulo a page may ask for more room.
+    assert 3 * x.nbytes <= plan._scratch < 6 * x.nbytes
 
 
 def test_another_tensor_at_an_address_that_was_freed_is_not_the_one_before():
