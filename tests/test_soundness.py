@@ -528,21 +528,26 @@ def test_a_caller_may_write_to_what_an_operator_saves():
 def test_a_caller_may_write_to_a_copy(copied):
     """Inductor returns what it is a copy of. Dynamo alone ends the graph before the copy is made."""
 
-    def program(q, k, v):
+    def program(q, k, v, normalise=entmax.sparsemax):
         keys = k @ v
-        y = entmax.sparsemax(q @ keys.mT, dim=-1) @ v
+        y = normalise(q @ keys.mT, dim=-1) @ v
         return y, copied(keys)
 
-    def run(fn):
+    def run(fn, *more):
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(7, 7, generator=generator).requires_grad_() for _ in "qkv"]
-        y, copy = fn(*inputs)
+        y, copy = fn(*inputs, *more)
         with torch.no_grad():
             copy.mul_(1.5)
         return torch.autograd.grad((y + copy).square().sum(), inputs)
 
     with only("entmax", "entmax_attention"):
-        found = run(torch.compile(program))
+        try:
+            found = run(torch.compile(program))
+        except RuntimeError:
+            with pytest.raises(RuntimeError):  # from torch 2.14 on a product by 1, in any whole graph
+                run(torch.compile(program), torch.softmax)
+            pytest.skip("this torch returns the tensor that it saves, as it does without us")
     torch.testing.assert_close(found, run(program))
 
 
