@@ -545,9 +545,8 @@ def test_a_caller_may_write_to_a_copy(copied):
         try:
             found = run(torch.compile(program))
         except RuntimeError:
-            with pytest.raises(
-                RuntimeError
-            ):  # from torch 2.14 on a product by 1, in any whole graph
+            # From torch 2.14 on a product by 1 is that tensor, in any whole graph.
+            with pytest.raises(RuntimeError):
                 run(torch.compile(program), torch.softmax)
             pytest.skip("this torch returns the tensor that it saves, as it does without us")
     torch.testing.assert_close(found, run(program))
