@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -147,6 +147,19 @@ def reached(
             seen.add(node)
             yield node
             queue += step(node)
+
+
+def taken_apart(whole: At, apart: Callable[[At], Sequence[At]], most: int = 32) -> list[At]:
+    """What it is made of, in order: `apart` gives the parts of one, or none. More than `most` are not taken apart, for
+    `k & k` is twice as many each time."""
+    found: list[At] = []
+    left = [whole]
+    while left and len(found) + len(left) <= most:
+        one = left.pop(0)
+        parts = apart(one)
+        found += [] if parts else [one]
+        left[:0] = parts
+    return found + left
 
 
 def made_of(node: fx.Node) -> Iterator[fx.Node]:

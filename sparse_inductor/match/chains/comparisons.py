@@ -11,6 +11,7 @@ from torch import fx
 
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Step, run
+from ...graph.effects import taken_apart
 from ...graph.no_match import NoMatch
 from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
@@ -79,7 +80,6 @@ def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool
 
 # What is kept where both hold, and (with `negate`) what is replaced where one does.
 _BOTH = {False: "and_", True: "or_"}
-_MAX_CONDITIONS = 32
 
 
 def kept(
@@ -122,16 +122,14 @@ def _conditions(
 ) -> tuple[list[Any], tuple[fx.Node, ...]]:
     """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
     that combine them."""
-    parts: list[Any] = []
     nodes: list[fx.Node] = []
-    queue = [x]
-    while queue and len(parts) + len(queue) <= _MAX_CONDITIONS:  # k & k is twice as many each time
-        one = queue.pop(0)
-        sides, combined = _combined(view, one, node, negate)
-        parts += [] if sides else [one]
-        queue[:0] = sides
-        nodes += combined
-    return parts + queue, tuple(nodes)
+
+    def sides(one: Any) -> list[Any]:
+        found, combined = _combined(view, one, node, negate)
+        nodes.extend(combined)
+        return found
+
+    return taken_apart(x, sides), tuple(nodes)
 
 
 def _combined(

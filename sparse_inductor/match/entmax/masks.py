@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from ...graph.axes import Axis, Placed, above, beside, flat
+from ...graph.effects import taken_apart
 from ...graph.fakes import fake, same_size
 from ...graph.names import Call, stored
 from ...graph.no_match import if_matched, remembered
@@ -21,21 +23,14 @@ from ...graph.view import GraphView, rounded
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
 _ABOVE = 32  # nodes that a bias is made of that are looked at
-_MAX_STEPS = 32  # operations on a boolean that are followed, masks that are combined
+_MAX_STEPS = 32  # operations on a boolean that are followed
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 
 
 def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
     """The masks that all have to keep a key, before they were negated, compared with zero or viewed: `a & b` is two,
     and so is the negation of `a | b`."""
-    parts: list[Placed] = []
-    queue = [mask]
-    while queue and len(parts) + len(queue) <= _MAX_STEPS:  # k & k is twice as many each time
-        one = queue.pop(0)
-        inner = _apart(view, one)
-        parts += [] if inner else [one]
-        queue[:0] = inner
-    return parts + queue
+    return taken_apart(mask, functools.partial(_apart, view))
 
 
 def _apart(view: GraphView, mask: Placed) -> list[Placed]:
