@@ -139,7 +139,8 @@ class BlockMatch:
             thresholds = e.cast(thresholds, dtype)
         for branch, pair in zip(branches, pairs):
             flat = is_flat(branch.program)  # not even a gradient of zeros
-            weights += [e.method("detach", t) if t is not None and flat else t for t in pair]
+            cast = [None if t is None else e.cast(t, dtype) for t in pair]
+            weights += [e.method("detach", t) if t is not None and flat else t for t in cast]
         weights += [None] * (4 - len(weights))
         down_bias = downs.bias(e, dtype)
         x, shift = shifted(e, x, self.shift)

@@ -36,6 +36,7 @@ from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.graph.vocabulary import NEGATIONS, REGROUPS, SPREADS
 from sparse_inductor.match.chains.backward_walk import Spread, walk_back
 from sparse_inductor.match.chains.chain import Chain
+from sparse_inductor.match.chains.joined import joined_summands
 from sparse_inductor.match.chains.pooling import (
     ANCHORS,
     SIGNS,
@@ -102,12 +103,11 @@ class HeadMatch:
             red.dim,
             chain.v_dim,
         ]
-        hidden = e.permuted(chain.linear_input(e), order)
-        rows = [e.method("squeeze", e.permuted(r, order), -1) for r in chain.row_operands(e)]
-        weight, bias = chain.weight_and_bias(e)
         # Under autocast the linear computes in another dtype than its inputs have.
         dtype = fake(chain.linear.node).dtype
-        hidden, weight = e.cast(hidden, dtype), e.cast(weight, dtype)
+        hidden, [(weight, bias)] = joined_summands(chain).emit(e, dtype)
+        hidden = e.permuted(hidden, order)
+        rows = [e.method("squeeze", e.permuted(r, order), -1) for r in chain.row_operands(e)]
         program = self.program
         if _makes_nan_a_number(program):
             # A maximum of NaN is one: the tokens whose logits are NaN are left out of it.
@@ -182,6 +182,10 @@ class SpladeHead(Recogniser):
             return e.miss(node) if resembles(view, node, red, bare=not spread) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
+        if match.chain.linear.parts:
+            return Worth(
+                0.0, "a sum of linears, whose weights are joined at every call: not measured"
+            )
         logits = fake(match.reduction.source)
         return look_up(
             NAME,

@@ -82,7 +82,7 @@ class EncoderMatch:
     def replace(self) -> None:
         e, linear = Emitter(self.anchor), self.chain.linear
         dtype = fake(self.scores).dtype  # under autocast not that of the inputs
-        weight, bias = self.chain.weight_and_bias(e)
+        (weight,), bias = self.chain.weights_and_bias(e)
         x, shift = shifted(e, linear.linear_input(e), self.shift)
         found = e.call(
             own_operator("topk_encode"),

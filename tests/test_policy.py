@@ -262,6 +262,20 @@ def test_a_block_that_is_not_to_be_rewritten_or_does_not_gain_is_left_as_written
     assert "as written for now" in str(report)
 
 
+def test_a_head_whose_weights_would_be_joined_at_every_call_is_left_as_written():
+    one, other = nn.Linear(8, 40), nn.Linear(8, 40)
+
+    def head(h, mask):
+        return (torch.log1p(torch.relu(one(h) + other(h))) * mask.unsqueeze(-1)).amax(1)
+
+    args = torch.randn(2, 6, 8), torch.ones(2, 6)
+    with sparse_inductor.enabled(policy="auto"):
+        pending = sparse_inductor.explain(head, *args).report.pending
+    assert [p.reason for p in pending] == [
+        "a sum of linears, whose weights are joined at every call: not measured"
+    ]
+
+
 def biased(*biases: float) -> Blocks:
     """Blocks whose neurons have these biases, repeated."""
     model = Blocks()

@@ -67,21 +67,6 @@ def test_weights_are_joined_where_it_takes_no_time(neurons, rows, training, reas
             assert_rewrites(m, (x,), {"relu_ffn": 1})
 
 
-def test_other_families_take_no_sums():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.decoder, self.a, self.b = nn.Linear(K, N), nn.Linear(K, 2), nn.Linear(2, N)
-
-        def forward(self, hidden, mask):
-            logits = self.decoder(hidden) + self.b(self.a(hidden))
-            return (torch.log1p(F.relu(logits)) * mask.unsqueeze(-1)).amax(1)
-
-    args = torch.randn(2, 5, K), torch.ones(2, 5)
-    reason = "add combines two tensors that come from linears"
-    assert_not_rewritten(Head(), args, "splade_head", reason=reason)
-
-
 class Weighed(nn.Module):
     """An autoencoder with the activations weighed by the norms of the decoder's rows."""
 

@@ -74,9 +74,6 @@ class Chain:
         self.nodes: list[fx.Node] = [*linear.within, linear.node]
         if linear.v_axes > 1:
             raise NoMatch("a projection to several axes: make one of them before", linear.node)
-        if linear.parts and not linear_after:
-            name = view.name_of(linear.node)
-            raise NoMatch(f"{name} combines two tensors that come from linears", linear.node)
         self.reads = [
             (t, part.node if t in part.also else (*part.within, part.node)[0])
             for part in linear.summands
@@ -283,13 +280,9 @@ class Chain:
             t = m.apply(e, t)
         return t
 
-    def weight_and_bias(self, e: Emitter) -> Pair:
-        """[V, D] and [V] or None, with what the chain did to columns while it was linear."""
-        (weight,), bias = self.weights_and_bias(e)
-        return weight, bias
-
     def weights_and_bias(self, e: Emitter) -> tuple[list[fx.Node], fx.Node | None]:
-        """The same, the weight of every summand of the linear map apart."""
+        """[V, D] of every summand of the linear map and [V] or None, with what the chain did to columns while it was
+        linear."""
         bias = self.linear.emit_bias(e)
         first, *more = self.linear.summands
         pair = self._folded_into(e, (first.weight(e), bias))

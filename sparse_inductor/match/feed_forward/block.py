@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
@@ -15,7 +14,6 @@ from ...epilogue.ranges import undefined
 from ...epilogue.zero_threshold import zero_threshold
 from ...graph.contraction import lettered
 from ...graph.effects import reached
-from ...graph.emit import Emitter
 from ...graph.fakes import expected_elements
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
@@ -26,6 +24,7 @@ from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
 from ..chains.family import above, may_be_above
+from ..chains.joined import Joined, joined_summands
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
@@ -227,52 +226,13 @@ def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
 _TOKENS, _BYTES = 8192, 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """inputs: of every input, which summand of each chain's linear map takes it; None where none does."""
-
-    chains: tuple[Chain, ...]
-    inputs: tuple[tuple[int | None, ...], ...]
-
-    def emit(
-        self, e: Emitter, dtype: torch.dtype
-    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node | None]]]:
-        """The input in the shape of the frame, and of every chain the weight [V, D] and the bias."""
-        tokens = [e.cast(self._input(e, at), dtype) for at in self.inputs]
-        axis = self.chains[0].v_dim
-        sizes = [fake(t).shape[axis] for t in tokens]
-        pairs = []
-        for which, chain in enumerate(self.chains):
-            weights, bias = chain.weights_and_bias(e)
-            rows, columns = fake(weights[0]).shape[0], []
-            for at, size in zip(self.inputs, sizes):
-                i = at[which]
-                w = e.method("new_zeros", weights[0], (rows, size)) if i is None else weights[i]
-                columns.append(e.cast(w, dtype))
-            weight = columns[0] if len(columns) == 1 else e.call(torch.cat, columns, 1)
-            pairs.append((weight, None if bias is None else e.cast(bias, dtype)))
-        x = tokens[0] if len(tokens) == 1 else e.call(torch.cat, tokens, axis)
-        return x, pairs
-
-    def _input(self, e: Emitter, at: Sequence[int | None]) -> fx.Node:
-        chain, i = next((c, i) for c, i in zip(self.chains, at) if i is not None)
-        return chain.linear_input(e, part=chain.linear.summands[i])
-
-    @property
-    def parts(self) -> list[Linear]:
-        """What is copied to stand beside others: nothing where there is one input."""
-        several = len(self.inputs) > 1
-        return [p for c in self.chains for p in c.linear.summands] if several else []
-
-
 def joined(view: GraphView, gate: Chain, up: Chain | None, anchor: fx.Node) -> Joined | None:
     """The two branches, `up` maybe missing, as maps of one input; None where they have no input in common."""
-    of_gate = range(len(gate.linear.summands))
     if up is None:
-        return Joined((gate,), tuple((i,) for i in of_gate))
+        return joined_summands(gate)
     left = list(range(len(up.linear.summands)))
     inputs: list[tuple[int | None, int | None]] = []
-    for i in of_gate:
+    for i in range(len(gate.linear.summands)):
         j = next((j for j in left if same_summand(view, (gate, i), (up, j), anchor)), None)
         inputs.append((i, j))
         left = [k for k in left if k != j]

@@ -75,6 +75,23 @@ def bias_added_in_place(self, h, mask):
     return pool(logits, mask)
 
 
+@encoder(parts={"a": lambda: nn.Linear(D, 4, bias=False), "b": lambda: nn.Linear(4, V, bias=False)})
+def adapter_of_the_decoder(self, h, mask):
+    """peft's `lora.Linear`: W x + s B (A x)."""
+    return pool(self.decoder(h) + self.b(self.a(h)) * 0.5, mask)
+
+
+@encoder(
+    parts={
+        "other": lambda: nn.Linear(D, V),
+        "seen": lambda: nn.Parameter(torch.rand(V) < 0.8, False),
+    }
+)
+def mean_of_two_decoders(self, h, mask):
+    logits = 0.5 * (self.decoder(h) + self.other(torch.tanh(h)))
+    return pool(logits.masked_fill(~self.seen, -100.0), mask)
+
+
 @formula(inputs={"scale": lambda: weight(V, 1).detach().squeeze(1).requires_grad_()})
 def scaled_weight(h, mask, w, scale):
     """F.linear(h, w * scale): the weight is computed, its parts get gradients."""

@@ -1,0 +1,57 @@
+"""Sums of linear maps as one: their inputs beside each other, and their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ...graph.emit import Emitter
+from ...graph.fakes import fake
+from ...graph.gemm import Linear
+from .chain import Chain
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """inputs: of every input, which summand of each chain's linear map takes it; None where none does."""
+
+    chains: tuple[Chain, ...]
+    inputs: tuple[tuple[int | None, ...], ...]
+
+    def emit(
+        self, e: Emitter, dtype: torch.dtype
+    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node | None]]]:
+        """The input in the shape of the frame, and of every chain the weight [V, D] and the bias, which is not cast."""
+        tokens = [e.cast(self._input(e, at), dtype) for at in self.inputs]
+        axis = self.chains[0].v_dim
+        sizes = [fake(t).shape[axis] for t in tokens]
+        pairs = []
+        for which, chain in enumerate(self.chains):
+            weights, bias = chain.weights_and_bias(e)
+            rows, columns = fake(weights[0]).shape[0], []
+            for at, size in zip(self.inputs, sizes):
+                i = at[which]
+                w = e.method("new_zeros", weights[0], (rows, size)) if i is None else weights[i]
+                columns.append(e.cast(w, dtype))
+            weight = columns[0] if len(columns) == 1 else e.call(torch.cat, columns, 1)
+            pairs.append((weight, bias))
+        x = tokens[0] if len(tokens) == 1 else e.call(torch.cat, tokens, axis)
+        return x, pairs
+
+    def _input(self, e: Emitter, at: Sequence[int | None]) -> fx.Node:
+        chain, i = next((c, i) for c, i in zip(self.chains, at) if i is not None)
+        return chain.linear_input(e, part=chain.linear.summands[i])
+
+    @property
+    def parts(self) -> list[Linear]:
+        """What is copied to stand beside others: nothing where there is one input."""
+        several = len(self.inputs) > 1
+        return [p for c in self.chains for p in c.linear.summands] if several else []
+
+
+def joined_summands(chain: Chain) -> Joined:
+    """The summands of one chain's linear map, each with an input of its own."""
+    return Joined((chain,), tuple((i,) for i in range(len(chain.linear.summands))))
