@@ -39,9 +39,11 @@ from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.pooling import (
     ANCHORS,
     SIGNS,
+    OverTerms,
     Reduction,
     maximum,
     other_pool,
+    rescales,
     resembles,
 )
 from sparse_inductor.pattern import Miss, Sparse
@@ -170,7 +172,7 @@ class SpladeHead(Recogniser):
         if red is None:
             reason = other_pool(view, node)
             return None if reason is None else Miss(reason, node)
-        if len(view.shape(red.source)) < 2:
+        if len(view.shape(red.source)) < 2 or rescales(view, node, red):
             return None
         dtype = view.dtype(red.source)
         if not dtype.is_floating_point:
@@ -178,8 +180,8 @@ class SpladeHead(Recogniser):
         try:
             return self._head(node, view, red)
         except NoMatch as e:
-            spread = isinstance(e, Spread)
-            return e.miss(node) if resembles(view, node, red, bare=not spread) else None
+            bare, terms = not isinstance(e, Spread), isinstance(e, OverTerms)
+            return e.miss(node) if resembles(view, node, red, bare, terms) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
         logits = fake(match.reduction.source)
@@ -207,7 +209,7 @@ class SpladeHead(Recogniser):
         if chain.v_dim == red.dim or (
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):
-            raise NoMatch("it reduces over the vocabulary, not over the sequence", node)
+            raise OverTerms("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
             raise NoMatch(
                 "it reduces over the batch: axis 0 is a sequence where a transpose put it there",

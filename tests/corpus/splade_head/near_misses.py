@@ -509,6 +509,34 @@ def best_path(self, h, mask):
     return (scores[:, 0, :, None] + self.moves + scores[:, 1, None]).max(dim=1)
 
 
+@miss("vectors of texts, no terms")
+def largest_features(self, h, mask):
+    """max pooling of an encoder, whose last layer ends in a norm"""
+    features = F.layer_norm(h + F.gelu(self.decoder(h))[..., :D], (D,))
+    return features.masked_fill(mask.unsqueeze(-1) == 0, -1e9).amax(dim=1)
+
+
+@miss("what an action is worth, no terms")
+def best_action(self, h, mask):
+    """Q-learning"""
+    return torch.relu(self.decoder(h)).amax(dim=-1)
+
+
+def log_sum_exp(logits, dim):
+    top = logits.max(dim=dim, keepdim=True).values
+    return (logits - top.detach()).exp().sum(dim=dim).log() + top.squeeze(dim)
+
+
+@head("subtracted so that nothing overflows")
+def written_out_cross_entropy(logits, mask):
+    return (log_sum_exp(logits, -1) - logits[..., 3]).mean()
+
+
+@head("subtracted so that nothing overflows")
+def written_out_log_sum_exp(logits, mask):
+    return log_sum_exp(logits + (1 - mask.unsqueeze(-1)) * -1e4, 1)
+
+
 @miss("distances of pairs, no terms")
 def hardest_pairs(self, h, mask):
     """a triplet loss of the furthest of what is alike and the nearest of what is not"""
