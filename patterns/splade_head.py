@@ -235,6 +235,8 @@ class SpladeHead(Recogniser):
             proof = prove(program)
         if proof.direction != 1:
             pool = "minimum" if red.minimum else "maximum"
+            if red.minimum and proof.direction == -1:
+                raise NoMatch("a minimum over the sequence is that of the smallest logits", node)
             raise NoMatch(f"the {pool} cannot move past the activation: {proof.why()}", node)
         _check_finite(program, node)
         if view.needs_grad(red.source):
@@ -304,6 +306,7 @@ def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -
         return False
     others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
     turned = len(others) == 1 and others[0] < red.dim
+    turned |= linear.order is not None and linear.order[0] != 0  # by an einsum, say
     masked = any(_is_transposed(view, n) for row in chain.rows for n in row.term.nodes)
     return not (turned or masked or _sequence_first(view, linear.source))
 

@@ -160,7 +160,7 @@ def max_over_both(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=(1, 2))
 
 
-@head("minimum", at="amin(dim=1)")
+@head("minimum over the sequence is that of the smallest", at="amin(dim=1)")
 def min_over_sequence(logits, mask):
     """The weakest evidence: amin."""
     return tokens(logits.masked_fill(mask.unsqueeze(-1) == 0, 1e4)).amin(dim=1)
