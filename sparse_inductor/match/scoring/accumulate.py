@@ -21,6 +21,7 @@ from ..chains.family import may_be_above
 from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
 from .contributions import (
     Contributions,
+    OfPairs,
     OfRows,
     contributions,
     contributions_among,
@@ -58,10 +59,15 @@ def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     try:
         w = contributions(view, x, axes, node)
     except OfRows as rows:
-        raise NoMatch(rows.reason, rows.node) if reduced == {n - 1} else rows from None
+        raise _dense(rows, reduced == {n - 1}) from None
     ones = [()] if call.get("keepdim", False) else []
     out = [kept for a, axis in enumerate(axes) for kept in (ones if a in reduced else [axis])]
     return None if w is None else _padded(node, w, out)
+
+
+def _dense(rows: OfRows, summed: bool) -> NoMatch:
+    """What rows with factors of their own are: dense retrieval where features are summed, else nothing to report."""
+    return NoMatch(rows.reason, rows.node) if summed and not isinstance(rows, OfPairs) else rows
 
 
 def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -111,7 +117,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             w = multiplied(view, w, "mul", other, axes[i], node)
         except OfRows as rows:
             kept = {a for axis in out_axes for a in flat(axis)}
-            raise rows if {*w.queries} <= kept else NoMatch(rows.reason, rows.node) from None
+            raise _dense(rows, not {*w.queries} <= kept) from None
     return _padded(node, w, out_axes)
 
 
