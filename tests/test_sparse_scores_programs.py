@@ -54,6 +54,22 @@ def test_rows_that_queries_may_not_have(dynamic):
     )
 
 
+def test_rows_that_contributions_may_not_have():
+    """scatter_add takes as many contributions as there are rows, of sizes that differ from call to call."""
+
+    def score(q, cols, rows, vals):
+        products = q[:, cols] * vals
+        return torch.zeros(3, 9).scatter_add(1, rows.expand(3, -1), products)
+
+    with sparse_inductor.enabled(only="sparse_scores"), torch.no_grad():
+        compiled = compile_without_codegen(score, dynamic=True)
+        for n, of in (6, 6), (6, 8):
+            args = torch.rand(3, 8), torch.arange(of) % 8, torch.arange(n), torch.rand(of)
+            torch.testing.assert_close(compiled(*args), score(*args))
+        said = {m.reason for m in sparse_inductor.report().near_misses}
+    assert said == {"nothing says that there are as many rows as contributions"}
+
+
 @pytest.mark.parametrize("kept", ["rows", "offsets"])
 def test_shards_of_as_many_documents_as_come(kept):
     """How many there are is read from the accumulator, or from the offsets, when it runs."""

@@ -16,9 +16,9 @@ from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import is_parameter
-from ...graph.view import GraphView, same_size
+from ...graph.view import GraphView, same_size, static_size
 from ..chains.family import may_be_above
-from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
+from .additions import ADDITIONS, accumulator_of, addition, check_one_row_each
 from .contributions import (
     Contributions,
     OfPairs,
@@ -137,9 +137,16 @@ def _padded(node: fx.Node, w: Contributions, out: Sequence[Axis]) -> Scores | No
 def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     added = addition(view, node, call)
     if added is None:
+        src = call.get("src") if call.name == "scatter_add" else None
+        unknown = view.is_tensor(src) and None in map(static_size, view.shape(src))
+        # It takes as much of them as has an index, which may be a part.
+        if unknown and _are_contributions(view, src, fresh(view.shape(src)), node):
+            raise NoMatch("nothing says that there are as many rows as contributions", node)
         return None
     if added.how != "sum":
-        if added.how is not None and _are_contributions(view, added, node):
+        if added.how is not None and _are_contributions(
+            view, added.source.node, added.source.axes, node
+        ):
             raise NoMatch(f"scatter with {added.how!r}: only sums are inner products", node)
         return None
     w = contributions(view, added.source.node, added.source.axes, node)
@@ -168,10 +175,10 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     )  # fmt: skip
 
 
-def _are_contributions(view: GraphView, added: Addition, node: fx.Node) -> bool:
+def _are_contributions(view: GraphView, x: fx.Node, axes: Sequence[Axis], node: fx.Node) -> bool:
     """Whether gathered weights are at the root of what is added, in a form that is followed or not."""
     try:
-        w = contributions(view, added.source.node, added.source.axes, node)
+        w = contributions(view, x, axes, node)
         return w is not None and (w.has_weights or not w.gather.features)
     except NoMatch:
         return True
