@@ -40,9 +40,11 @@ from sparse_inductor.match.chains.joined import joined_summands
 from sparse_inductor.match.chains.pooling import (
     ANCHORS,
     SIGNS,
+    OverTerms,
     Reduction,
     maximum,
     other_pool,
+    rescales,
     resembles,
 )
 from sparse_inductor.pattern import Miss, Sparse
@@ -170,7 +172,7 @@ class SpladeHead(Recogniser):
         if red is None:
             reason = other_pool(view, node)
             return None if reason is None else Miss(reason, node)
-        if len(view.shape(red.source)) < 2:
+        if len(view.shape(red.source)) < 2 or rescales(view, node, red):
             return None
         dtype = view.dtype(red.source)
         if not dtype.is_floating_point:
@@ -178,8 +180,8 @@ class SpladeHead(Recogniser):
         try:
             return self._head(node, view, red)
         except NoMatch as e:
-            spread = isinstance(e, Spread)
-            return e.miss(node) if resembles(view, node, red, bare=not spread) else None
+            bare, terms = not isinstance(e, Spread), isinstance(e, OverTerms)
+            return e.miss(node) if resembles(view, node, red, bare, terms) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
         if match.chain.linear.parts:
@@ -211,7 +213,7 @@ class SpladeHead(Recogniser):
         if chain.v_dim == red.dim or (
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):
-            raise NoMatch("it reduces over the vocabulary, not over the sequence", node)
+            raise OverTerms("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
             raise NoMatch(
                 "it reduces over the batch: axis 0 is a sequence where a transpose put it there",
@@ -237,6 +239,8 @@ class SpladeHead(Recogniser):
             proof = prove(program)
         if proof.direction != 1:
             pool = "minimum" if red.minimum else "maximum"
+            if red.minimum and proof.direction == -1:
+                raise NoMatch("a minimum over the sequence is that of the smallest logits", node)
             raise NoMatch(f"the {pool} cannot move past the activation: {proof.why()}", node)
         _check_finite(program, node)
         if view.needs_grad(red.source):
@@ -306,6 +310,7 @@ def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -
         return False
     others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
     turned = len(others) == 1 and others[0] < red.dim
+    turned |= linear.order is not None and linear.order[0] != 0  # by an einsum, say
     masked = any(_is_transposed(view, n) for row in chain.rows for n in row.term.nodes)
     return not (turned or masked or _sequence_first(view, linear.source))
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -51,6 +52,48 @@ def test_rows_that_queries_may_not_have(dynamic):
     assert said == (
         ["nothing says that the accumulator has as many rows as there are queries"] * dynamic
     )
+
+
+def test_rows_that_contributions_may_not_have():
+    """scatter_add takes as many contributions as there are rows, of sizes that differ from call to call."""
+
+    def score(q, cols, rows, vals):
+        products = q[:, cols] * vals
+        return torch.zeros(3, 9).scatter_add(1, rows.expand(3, -1), products)
+
+    with sparse_inductor.enabled(only="sparse_scores"), torch.no_grad():
+        compiled = compile_without_codegen(score, dynamic=True)
+        for n, of in (6, 6), (6, 8):
+            args = torch.rand(3, 8), torch.arange(of) % 8, torch.arange(n), torch.rand(of)
+            torch.testing.assert_close(compiled(*args), score(*args))
+        said = {m.reason for m in sparse_inductor.report().near_misses}
+    assert said == {"nothing says that there are as many rows as contributions"}
+
+
+@pytest.mark.parametrize("kept", ["rows", "offsets"])
+def test_shards_of_as_many_documents_as_come(kept):
+    """How many there are is read from the accumulator, or from the offsets, when it runs."""
+
+    def score(q, cols, vals, rows, offsets):
+        if kept == "rows":
+            scores = q.new_zeros(len(q), len(offsets) - 1).index_add(1, rows, q[:, cols] * vals)
+        else:
+            scores = F.embedding_bag(
+                cols, q.t(), offsets, mode="sum", per_sample_weights=vals, include_last_offset=True
+            ).t()
+        return scores.topk(2)
+
+    with sparse_inductor.enabled(only="sparse_scores"), torch.no_grad():
+        compiled = compile_without_codegen(score, dynamic=True)
+        for documents, length in (7, 4), (5, 3), (11, 2):
+            n = documents * length
+            rows = torch.arange(documents).repeat_interleave(length)
+            offsets = torch.arange(0, n + 1, length)
+            args = torch.rand(3, 50), torch.arange(n), torch.rand(n), rows, offsets
+            torch.testing.assert_close(compiled(*args), score(*args))
+        report = sparse_inductor.report()
+        assert not report.near_misses and len(report.rewrites) == report.graphs
+        assert all("top-k" in rewrite.note for rewrite in report.rewrites)
 
 
 @pytest.mark.parametrize(

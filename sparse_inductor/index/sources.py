@@ -223,13 +223,15 @@ def _document(item: Any, name: str) -> Entries:
         item = (list(item.keys()), list(item.values()))
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(
-            f"{name} must be a row [V], a pair (terms, weights) or a mapping, got {_describe(item)}"
+            f"{name} must be a row [V], which is a tensor or an array, a pair (terms, weights) or a mapping; got "
+            f"{_describe(item)}"
         )
     terms, weights = as_ids(item[0], name), as_weights(item[1], name)
     if terms.dim() != 1 or terms.shape != weights.shape:
+        alone = "; a document alone is [(terms, weights)]" if terms.dim() == 0 else ""
         raise ValueError(
-            f"{name}: terms and weights must be lists of one length, got {tuple(terms.shape)} and "
-            f"{tuple(weights.shape)}"
+            f"{name}: terms and weights must be lists of one length, got shapes {tuple(terms.shape)} and "
+            f"{tuple(weights.shape)}{alone}"
         )
     return Entries(_offsets_of_one(terms), terms, weights, None)
 

@@ -14,13 +14,14 @@ from typing import Any
 from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
+from ...graph.effects import reached
 from ...graph.gemm import linears
 from ...graph.indices import listed, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import Part, entries_of, entry_of_axis
 from ...graph.view import GraphView, fake, same_size, same_sizes
-from ...graph.vocabulary import COPIES
+from ...graph.vocabulary import COPIES, VIEWS
 from .backward_walk import walk_back
 from .chain import Chain
 from .family import FLOOR, RANGE, above, below
@@ -188,6 +189,8 @@ _RISES = frozenset(
     )
 )
 _LOGS = frozenset("log log1p log2 log10".split())
+_NORMS = frozenset("layer_norm rms_norm rsqrt".split())
+_ALIKE = VIEWS | COPIES | {"cast", "detach"}
 _ALL = "every position counts, so the logits of all of them are needed"
 _SUMS = {
     "sum": f"sum pooling: {_ALL}",
@@ -314,19 +317,38 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     return None
 
 
-def resembles(view: GraphView, node: fx.Node, red: Reduction, bare: bool = True) -> bool:
+class OverTerms(NoMatch):
+    """The largest of a token's terms, or of any other features: which is often asked."""
+
+
+def resembles(
+    view: GraphView, node: fx.Node, red: Reduction, bare: bool = True, terms: bool = False
+) -> bool:
     """Whether the looser signature of the family is there: a linear and an activation before or after a maximum, or
     (`bare`) no activation, but a maximum over what is not the last axis. The largest absolute value is the scale of
-    what is quantised, the largest of a softmax how sure a router or a classifier is."""
+    what is quantised, the largest of a softmax how sure a router or a classifier is. What is normalised, or reduced
+    over its own axis (`terms`), are features like any others unless they have a SPLADE activation."""
     if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) in ("abs", "softmax"):
         return False
     found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
     ndim = len(view.shape(red.source))
     if "linear" in found:
+        if terms or found & _NORMS:
+            return _is_activated(found)
         over_tokens = bare and ndim > 2 and red.dim < ndim - 1 and not red.minimum
         return over_tokens or bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
     # Attention scores are batched on both sides too, but do not go through a logarithm.
     return "batched matmul" in found and _is_activated(found)
+
+
+def rescales(view: GraphView, node: fx.Node, red: Reduction) -> bool:
+    """Whether the largest is subtracted from what it is the largest of, or divides it, and so needs all of it: a
+    softmax written out, the logarithm of a sum of exponentials, a range."""
+    follow = lambda n: n.users if view.name_of(n) in _ALIKE else ()
+    readers = (r for u in node.users for r in reached([u], follow, 8))
+    return any(
+        view.name_of(r) in ("sub", "div") and red.source in r.all_input_nodes for r in readers
+    )
 
 
 def _is_activated(found: Set[str | None]) -> bool:

@@ -47,6 +47,8 @@ _OTHERS = {
 }
 NOT_ENTMAX = frozenset(_OTHERS)
 _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
+# Without a sum of the scores no threshold makes the rows sum to one: the k-th largest keeps a top-k.
+_SUMS = frozenset("sum cumsum mean matmul einsum".split())
 _CALLS = LEAVES | NOT_ENTMAX | {"entmax_op", "autograd_function_apply"}
 # One of these is in every graph with an entmax, which has a rectifier where it is written out.
 SIGNS = _CALLS | RECTIFIERS
@@ -285,9 +287,8 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     ]
     if not closed:
         return None
-    searched = found.clamp is not node or bool(
-        {view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES
-    )
+    names = {view.name_of(n) for n in closed[0][1].nodes}
+    searched = found.clamp is not node or bool(names & _SEARCHES and names & _SUMS)
     try:
         chosen, alpha, piece, scale = _scaled_right(node, found, closed)
         _check_rounding(view, piece, view.dtype(chosen.source))

@@ -16,11 +16,12 @@ from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import is_parameter
-from ...graph.view import GraphView, same_size
+from ...graph.view import GraphView, same_size, static_size
 from ..chains.family import may_be_above
-from .additions import ADDITIONS, Addition, accumulator_of, addition, check_one_row_each
+from .additions import ADDITIONS, accumulator_of, addition, check_one_row_each
 from .contributions import (
     Contributions,
+    OfPairs,
     OfRows,
     contributions,
     contributions_among,
@@ -58,10 +59,15 @@ def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     try:
         w = contributions(view, x, axes, node)
     except OfRows as rows:
-        raise NoMatch(rows.reason, rows.node) if reduced == {n - 1} else rows from None
+        raise _dense(rows, reduced == {n - 1}) from None
     ones = [()] if call.get("keepdim", False) else []
     out = [kept for a, axis in enumerate(axes) for kept in (ones if a in reduced else [axis])]
     return None if w is None else _padded(node, w, out)
+
+
+def _dense(rows: OfRows, summed: bool) -> NoMatch:
+    """What rows with factors of their own are: dense retrieval where features are summed, else nothing to report."""
+    return NoMatch(rows.reason, rows.node) if summed and not isinstance(rows, OfPairs) else rows
 
 
 def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -111,7 +117,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             w = multiplied(view, w, "mul", other, axes[i], node)
         except OfRows as rows:
             kept = {a for axis in out_axes for a in flat(axis)}
-            raise rows if {*w.queries} <= kept else NoMatch(rows.reason, rows.node) from None
+            raise _dense(rows, not {*w.queries} <= kept) from None
     return _padded(node, w, out_axes)
 
 
@@ -131,9 +137,16 @@ def _padded(node: fx.Node, w: Contributions, out: Sequence[Axis]) -> Scores | No
 def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     added = addition(view, node, call)
     if added is None:
+        src = call.get("src") if call.name == "scatter_add" else None
+        unknown = view.is_tensor(src) and None in map(static_size, view.shape(src))
+        # It takes as much of them as has an index, which may be a part.
+        if unknown and _are_contributions(view, src, fresh(view.shape(src)), node):
+            raise NoMatch("nothing says that there are as many rows as contributions", node)
         return None
     if added.how != "sum":
-        if added.how is not None and _are_contributions(view, added, node):
+        if added.how is not None and _are_contributions(
+            view, added.source.node, added.source.axes, node
+        ):
             raise NoMatch(f"scatter with {added.how!r}: only sums are inner products", node)
         return None
     w = contributions(view, added.source.node, added.source.axes, node)
@@ -162,10 +175,10 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     )  # fmt: skip
 
 
-def _are_contributions(view: GraphView, added: Addition, node: fx.Node) -> bool:
+def _are_contributions(view: GraphView, x: fx.Node, axes: Sequence[Axis], node: fx.Node) -> bool:
     """Whether gathered weights are at the root of what is added, in a form that is followed or not."""
     try:
-        w = contributions(view, added.source.node, added.source.axes, node)
+        w = contributions(view, x, axes, node)
         return w is not None and (w.has_weights or not w.gather.features)
     except NoMatch:
         return True

@@ -27,7 +27,7 @@ from ...graph.values import extreme, is_parameter, rounds, uniform
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, VIEWS
 from ..chains.family import may_be_above
-from .gathers import LOOKUPS, VOCABULARY, Gather, gather_of
+from .gathers import LOOKUPS, VOCABULARY, Gather, gather_of, rows_of
 
 Axes = tuple[Axis, ...]
 Groups = Sequence[Sequence[Atom]]
@@ -47,6 +47,10 @@ _OF_ONE_WEIGHT = frozenset(
 class OfRows(NoMatch):
     """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding, unless
     the products are added up over the features."""
+
+
+class OfPairs(OfRows):
+    """Both factors are rows that were looked up: the ends of an edge, a user and an item."""
 
 
 class Factor(NamedTuple):
@@ -422,7 +426,8 @@ def _varies(view: GraphView, w: Contributions, operand: fx.Node, reader: fx.Node
         return NoMatch(
             "every query has documents of its own: the operator takes one collection", looked_up
         )
-    return OfRows(
+    pairs = any(rows_of(view, n) is not None for n in (*passed, original))
+    return (OfPairs if pairs else OfRows)(
         "whole rows are looked up and multiplied by a vector each: a product of dense vectors, not of terms",
         reader,
     )

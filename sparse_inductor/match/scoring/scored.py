@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...graph.names import canonical, name_of
 from ...graph.no_match import NoMatch
 from ...graph.view import fake
 from ...graph.vocabulary import REGROUPS, REORDERS
+from .additions import ADDITIONS
 from .contributions import Contributions
 
 _VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
@@ -103,10 +105,8 @@ class Scores(Scored):
         rows = None if self.rows is None else self.rows(e)
         offsets = None if self.offsets is None else self.offsets(e)
         num_docs = self.num_docs
-        if not isinstance(num_docs, int):
-            if self.entries is not None:
-                raise NoMatch("the number of documents is not known", self.node)
-            num_docs = -1  # of padded documents the operator sees it itself
+        if not isinstance(num_docs, int):  # of padded documents the operator sees it itself
+            num_docs = -1 if self.entries is None else self._counted(e, offsets)
         args = (query, ids, values, rows, offsets, num_docs)
         if k is None:
             return e.call(own_operator("sparse_scores"), *args, dtype, self._lookup)
@@ -116,6 +116,16 @@ class Scores(Scored):
         return e.call(
             own_operator("sparse_scores_topk_cached"), *args, k, dtype, self._lookup, held
         )
+
+    def _counted(self, e: Emitter, offsets: fx.Node | None) -> fx.Node:
+        """The number of documents, read from what says where their entries are, or from what these are added to."""
+        if offsets is not None:
+            return e.call(operator.sub, e.size(offsets, 0), 1)
+        call = canonical(self.node)
+        axis = next((i for i, a in enumerate(self.axes) if flat(a) == self.docs), None)
+        if call is None or call.name not in ADDITIONS or axis is None:
+            raise NoMatch("the number of documents is not known", self.node)
+        return e.method("size", call["input"], axis)
 
     @property
     def _lookup(self) -> str:

@@ -200,6 +200,11 @@ def truncated_support(x):
     return torch.clamp(x - c.gather(-1, size - 1) / size, min=0)
 
 
+@rows("what exceeds the k-th largest, nothing is normalised")
+def above_the_third(x):
+    return torch.relu(x - x.topk(3, dim=-1).values[..., -1:])
+
+
 @rows("gradient is not entmax's", modes=TRAIN, at="p / p.sum(")
 def bisection_without_a_backward(x):
     return halving(x)

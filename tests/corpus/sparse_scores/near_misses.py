@@ -159,6 +159,18 @@ def candidates_ranked_again():
     return rank, (torch.rand(3, V, requires_grad=True), torch.randint(0, N, (3, 6)))
 
 
+@program("no_rewrite", "products of vectors that are both looked up", BOTH)
+def ends_of_edges():
+    """a graph autoencoder's decoder"""
+
+    def decode(x, src, dst):
+        pairs = (x[src] * x[dst]).sum(-1)
+        return pairs + torch.einsum("ed,ed->e", x.tanh()[src], x[dst])
+
+    ends = torch.arange(12) % 5, torch.arange(12) % 7
+    return decode, (torch.rand(7, V, requires_grad=True), *ends)
+
+
 @program("no_rewrite", "the norm of an embedding", INFER)
 def norm_of_an_embedding():
     """Gemma's first norm"""

@@ -160,7 +160,7 @@ def max_over_both(logits, mask):
     return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=(1, 2))
 
 
-@head("minimum", at="amin(dim=1)")
+@head("minimum over the sequence is that of the smallest", at="amin(dim=1)")
 def min_over_sequence(logits, mask):
     """The weakest evidence: amin."""
     return tokens(logits.masked_fill(mask.unsqueeze(-1) == 0, 1e4)).amin(dim=1)
@@ -507,6 +507,34 @@ def best_path(self, h, mask):
     """a step of Viterbi's algorithm, as in a conditional random field"""
     scores = self.decoder(h)
     return (scores[:, 0, :, None] + self.moves + scores[:, 1, None]).max(dim=1)
+
+
+@miss("vectors of texts, no terms")
+def largest_features(self, h, mask):
+    """max pooling of an encoder, whose last layer ends in a norm"""
+    features = F.layer_norm(h + F.gelu(self.decoder(h))[..., :D], (D,))
+    return features.masked_fill(mask.unsqueeze(-1) == 0, -1e9).amax(dim=1)
+
+
+@miss("what an action is worth, no terms")
+def best_action(self, h, mask):
+    """Q-learning"""
+    return torch.relu(self.decoder(h)).amax(dim=-1)
+
+
+def log_sum_exp(logits, dim):
+    top = logits.max(dim=dim, keepdim=True).values
+    return (logits - top.detach()).exp().sum(dim=dim).log() + top.squeeze(dim)
+
+
+@head("subtracted so that nothing overflows")
+def written_out_cross_entropy(logits, mask):
+    return (log_sum_exp(logits, -1) - logits[..., 3]).mean()
+
+
+@head("subtracted so that nothing overflows")
+def written_out_log_sum_exp(logits, mask):
+    return log_sum_exp(logits + (1 - mask.unsqueeze(-1)) * -1e4, 1)
 
 
 @miss("distances of pairs, no terms")

@@ -68,6 +68,12 @@ def einsum_transposed_output(h, mask, w, b):
     return torch.log1p(logits.relu() * mask.unsqueeze(1)).max(dim=2).values
 
 
+@formula()
+def einsum_sequence_first(h, mask, w, b):
+    """Logits [S, B, V] without a mask that says which axis is which."""
+    return tokens(torch.einsum("bsd,vd->sbv", h, w) + b).amax(0)
+
+
 @encoder(bias=False, parts={"bias": lambda: nn.Parameter(torch.linspace(-1.0, 1.0, V))})
 def bias_added_in_place(self, h, mask):
     logits = self.decoder(h)
