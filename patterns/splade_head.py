@@ -41,6 +41,7 @@ from sparse_inductor.match.chains.pooling import (
     SIGNS,
     Reduction,
     maximum,
+    normalises,
     other_pool,
     resembles,
 )
@@ -170,7 +171,7 @@ class SpladeHead(Recogniser):
         if red is None:
             reason = other_pool(view, node)
             return None if reason is None else Miss(reason, node)
-        if len(view.shape(red.source)) < 2:
+        if len(view.shape(red.source)) < 2 or normalises(view, node, red):
             return None
         dtype = view.dtype(red.source)
         if not dtype.is_floating_point:

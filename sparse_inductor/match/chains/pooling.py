@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
+from ...graph.effects import reached
 from ...graph.gemm import linears
 from ...graph.indices import listed, taken
 from ...graph.names import Call
@@ -27,6 +28,7 @@ from .family import FLOOR, RANGE, above, below
 
 _PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
 _WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n in (1, 2, 3))
+_NEAR = 16  # nodes looked at below a maximum
 _MAXIMA = _PICKS | _WINDOWS | frozenset("max_dim amax maximum min_dim amin aminmax topk".split())
 
 
@@ -327,6 +329,19 @@ def resembles(view: GraphView, node: fx.Node, red: Reduction, bare: bool = True)
         return over_tokens or bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
     # Attention scores are batched on both sides too, but do not go through a logarithm.
     return "batched matmul" in found and _is_activated(found)
+
+
+def normalises(view: GraphView, node: fx.Node, red: Reduction) -> bool:
+    """Whether a maximum only brings the values that it is the largest of into a range, as in a softmax that is written
+    out: all that is made of it has one number for each of them again."""
+
+    def whole(n: fx.Node) -> bool:
+        return view.is_tensor(n) and view.same_shape(n, red.source)
+
+    if all(reader is node or reader in red.within for reader in view.readers(red.source)):
+        return False
+    seen = [*reached(node.users, lambda n: () if whole(n) else n.users, _NEAR)]
+    return len(seen) < _NEAR and any(map(whole, seen)) and all(n.op != "output" for n in seen)
 
 
 def _is_activated(found: Set[str | None]) -> bool:
