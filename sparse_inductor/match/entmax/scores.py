@@ -372,7 +372,7 @@ class _Step:
         # In 16 bits a number is rounded before it is filled in; an assignment has no type of its own.
         fill = rounded(fill, self.view.dtype(x))
         if found.shifted and fill != -math.inf:
-            raise self.decline("a constant is added to scores that are masked with a number")
+            raise self.decline("scores that a constant was added to are masked with a number")
         if found.unless and fill != -math.inf:
             raise self._again("are masked twice")
         if found.masks and found.fill != fill:

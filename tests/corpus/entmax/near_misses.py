@@ -175,6 +175,14 @@ def talking_heads(q, k, v, mask):
     return torch.einsum("gh,bhij->bgij", mix, attn) @ v
 
 
+@attention("also read by mean", pattern="entmax_attention", at="scores.mean(")
+def masked_scores_less_their_mean(q, k, v, mask):
+    """the mean of a row with a masked key is -inf, and what is left of the row NaN"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], float("-inf"))
+    scores = scores - scores.mean(-1, keepdim=True)
+    return entmax.entmax_bisect(scores, alpha=1.5, dim=-1) @ v
+
+
 @attention("heads are mixed, and no values weighed", pattern="entmax_attention")
 def mixed_and_returned(q, k, v, mask):
     mix = torch.eye(H, dtype=q.dtype) + 0.1
