@@ -57,7 +57,8 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
             for i, letter in enumerate(o.axes)
             if letter is not None
         }
-        found = read_probabilities(view, p, _axes(p, atoms), told=not product.weight)
+        told = not product.weight and {*p.axes} != {*v.axes}  # else a row's own, as in its entropy
+        found = read_probabilities(view, p, _axes(p, atoms), told)
         if found is not None and p.written:
             raise changed(view, p.node, p.reader, "the probabilities are", "them")
         if found is None:

@@ -175,6 +175,13 @@ def talking_heads(q, k, v, mask):
     return torch.einsum("gh,bhij->bgij", mix, attn) @ v
 
 
+@attention("no values are weighed", pattern="entmax_attention")
+def entropy_of_the_probabilities(q, k, v, mask):
+    """TabNet: of a mask's features"""
+    p = entmax.sparsemax(q @ k.mT * SCALE, dim=-1)
+    return (-p * torch.log(p + 1e-10)).sum(-1)
+
+
 @attention("also read by mean", pattern="entmax_attention", at="scores.mean(")
 def masked_scores_less_their_mean(q, k, v, mask):
     """the mean of a row with a masked key is -inf, and what is left of the row NaN"""
