@@ -269,7 +269,9 @@ def unshifted(view: GraphView, source: fx.Node, reader: fx.Node, dim: int) -> li
 
 def _largest(view: GraphView, x: fx.Node, shift: Any) -> bool:
     """Whether it is made of the largest value of each row of x, or of their logsumexp, which is as large."""
-    call = view.call(view.behind(shift, COPIES | {"detach", "unsqueeze"})[0])
+    call = view.call(view.behind(shift, COPIES | SPREADS | {"detach", "unsqueeze"})[0])
     if call.name == "getitem":
         call = view.call(call["input"])
-    return call.name in ("amax", "max_dim", "logsumexp") and view.same_value(call["input"], x)
+    if call.name not in ("amax", "max_dim", "logsumexp"):
+        return False
+    return view.same_value(view.behind(call["input"], COPIES | {"detach"})[0], x)
