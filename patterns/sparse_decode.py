@@ -11,7 +11,6 @@ counted): it is then written for these readers, and their gradient joins that of
 from __future__ import annotations
 
 import dataclasses
-import operator
 
 import torch
 from torch import fx, nn
@@ -91,9 +90,10 @@ class DecoderMatch:
             values = e.again(node, {node.all_input_nodes[0]: values})
         bias = down.emit_bias(e)
         weight = e.method("t", e.cast(down.weight(e), dtype))
-        for _, factor in self.found.scaled:
-            factor = e.method("unsqueeze", e.method("flatten", factor), 1)
-            weight = e.cast(e.call(operator.mul, weight, factor), dtype)
+        for node, factor in self.found.scaled:
+            (scaled,) = {*node.all_input_nodes} - {factor}
+            of_rows = e.method("unsqueeze", e.method("flatten", factor), 1)
+            weight = e.cast(e.again(node, {scaled: weight, factor: of_rows}), dtype)
         y = e.call(
             own_operator("sparse_decode"),
             e.cast(values, dtype), self.found.indices, weight, None if bias is None else e.cast(bias, dtype),

@@ -77,6 +77,12 @@ def by_decoder_norms(s, x):
     return (f * (1 / s.W_dec.norm(dim=-1))) @ s.W_dec + s.b_dec, f, pre
 
 
+def divided_by_decoder_norms(s, x):
+    values, indices = (x @ s.W_enc + s.b_enc).topk(4)
+    f = x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values.relu())
+    return (f / 2) / s.W_dec.norm(dim=-1) @ s.W_dec + s.b_dec
+
+
 def to_something_else(s, x):
     """A transcoder with a skip connection."""
     values, indices = (x @ s.W_enc + s.b_enc).topk(4)
@@ -99,6 +105,7 @@ def test_one_that_runs_as_written_is_no_near_miss_of_a_feed_forward_block(policy
         plain,
         with_everything_returned,
         by_decoder_norms,
+        divided_by_decoder_norms,
         *map(heavy, (rectified_first, tied, unit_rows, to_something_else)),
     ],
 )

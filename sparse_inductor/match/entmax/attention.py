@@ -57,7 +57,8 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
             for i, letter in enumerate(o.axes)
             if letter is not None
         }
-        found = read_probabilities(view, p, _axes(p, atoms), told=not product.weight)
+        told = not product.weight and {*p.axes} != {*v.axes}  # else a row's own, as in its entropy
+        found = read_probabilities(view, p, _axes(p, atoms), told)
         if found is not None and p.written:
             raise changed(view, p.node, p.reader, "the probabilities are", "them")
         if found is None:
@@ -130,7 +131,7 @@ class _Reader:
     def __post_init__(self) -> None:
         self.node, self.found = self.product.node, self.probabilities.found
 
-    def read(self) -> Attention:
+    def read(self) -> Attention | None:
         view, found, product = self.view, self.found, self.product
         summed = product.summed
         if len(summed) != 1 or not summed <= {*self.p.axes} & {*self.values.axes}:
@@ -148,14 +149,16 @@ class _Reader:
         if len(qk.summed) != 1:
             raise NoMatch("the scores are no product over one axis", qk.node)
         keys = list(flat((self.atoms[letter],)))
-        if list(flat(self.probabilities.axes[found.dim])) != keys:
-            raise NoMatch(
-                "it is normalised over another axis than the values are summed over", found.node
-            )
         (width,) = qk.summed  # the axis that queries and keys are multiplied over
         at = {**dict(zip(qk.axes, scores.axes)), None: (), width: (WIDTH,)}
         both = (Placed(o.node, o.reader, tuple(at[c] for c in o.axes)) for o in qk.operands)
         q, k = sorted(both, key=lambda o: bool({*keys} & {*o.atoms}))
+        if list(flat(self.probabilities.axes[found.dim])) != keys:
+            if {*keys} & {*q.atoms}:
+                return None  # heads are mixed, and no values are weighed yet
+            raise NoMatch(
+                "it is normalised over another axis than the values are summed over", found.node
+            )
         if {*keys} & {*q.atoms} or not {*keys} <= {*k.atoms}:
             raise NoMatch("the keys are in both operands of the scores, or in neither", qk.node)
         v = Placed(self.values.node, self.node, _axes(self.values, self.atoms))

@@ -86,7 +86,7 @@ def form(view: GraphView, node: fx.Node) -> Form | None:
         seen, factor = view.value(step[0], seen), factor * step[1]
     if seen is None or (shifted := _shift(view, seen)) is None:
         return None
-    a, dim = shifted
+    a, dim, _ = shifted
     if dim is None:
         return None
     candidates = tuple(_scores(view, a, seen, factor, dim, alpha))
@@ -238,26 +238,40 @@ def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | 
     return None
 
 
-def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None] | None:
-    """(x, the rows' axis) of x - s, x + s and s + x where s has one value a row; no axis where s is a number."""
+def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None, Any] | None:
+    """(x, the rows' axis, s) of x - s, x + s and s + x where s has one value a row; no axis where s is a number."""
     for (x, own), (shift, factor) in sums(view, node):
         if own != 1 or not view.is_tensor(x) or not view.same_shape(x, node):
             continue
         number = view.const(shift, node)
         if number is not None:
-            return None if drowns(number * factor, view.dtype(node)) else (x, None)
+            return None if drowns(number * factor, view.dtype(node)) else (x, None, shift)
         dim = row_axis(view, x, shift) if view.is_tensor(shift) else None
         if dim is not None:
-            return x, dim
+            return x, dim, shift
     return None
 
 
 def unshifted(view: GraphView, source: fx.Node, reader: fx.Node, dim: int) -> list[Candidate]:
-    """`source`, and what it was before a value a row was subtracted: entmax does not see the difference."""
+    """`source`, and what it was before a number was subtracted, or each row's largest value: entmax does not see the
+    difference. A mean or a bias may be infinite where the row is not."""
     found = [Candidate(source, reader, 1.0, 0)]
     while (seen := view.value(found[-1].source, found[-1].reader)) is not None:
         shifted = _shift(view, seen)
         if shifted is None or shifted[1] not in (None, dim):
             break
-        found.append(Candidate(shifted[0], seen, 1.0, 0))
+        x, axis, shift = shifted
+        if axis is not None and not _largest(view, x, shift):
+            break
+        found.append(Candidate(x, seen, 1.0, 0))
     return found
+
+
+def _largest(view: GraphView, x: fx.Node, shift: Any) -> bool:
+    """Whether it is made of the largest value of each row of x, or of their logsumexp, which is as large."""
+    call = view.call(view.behind(shift, COPIES | SPREADS | {"detach", "unsqueeze"})[0])
+    if call.name == "getitem":
+        call = view.call(call["input"])
+    if call.name not in ("amax", "max_dim", "logsumexp"):
+        return False
+    return view.same_value(view.behind(call["input"], COPIES | {"detach"})[0], x)

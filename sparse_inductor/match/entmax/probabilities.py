@@ -24,7 +24,7 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor, sums
 from ...graph.values import extreme
-from ...graph.view import GraphView
+from ...graph.view import GraphView, label
 from ...graph.vocabulary import VIEWS
 from .form import own_sum
 from .masks import conjuncts, masked, moderate
@@ -172,9 +172,7 @@ def read_probabilities(
             read.found = found
             return read
         call = view.call(node)
-        if not call:
-            return None
-        x = read.before(node, call)
+        x = read.before(node, call) if call else None
         try:
             if not view.is_tensor(x) or (call.name not in VIEWS and not view.same_shape(x, node)):
                 raise _changed_by(view, node)
@@ -232,7 +230,9 @@ def _multiplied(
 
 
 def _changed_by(view: GraphView, node: fx.Node) -> NoMatch:
-    name = view.name_of(node) or "an operation"
+    name = view.name_of(node)
+    if not name:
+        return NoMatch(f"{label(node)} is between the probabilities and the values", node)
     if name == "dropout":
         return NoMatch("dropout is active between the probabilities and the values", node)
     return NoMatch(f"{name} changes the probabilities before they weigh the values", node)
@@ -242,8 +242,6 @@ def _entmax_above(view: GraphView, node: fx.Node) -> bool:
     """Whether a few operations turn an entmax into `node`; no product is crossed, but for one of heads."""
 
     def up(n: fx.Node) -> list[fx.Node]:
-        if not view.call(n):
-            return []
         product = contraction(view, n)
         if product is None:
             return [m for m in n.all_input_nodes if view.is_tensor(m)]

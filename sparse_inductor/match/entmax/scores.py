@@ -81,9 +81,16 @@ def read_scores(
         return _start(view, product, list(axes))
     call = view.call(node)
     if not call:
-        what = "an input of the graph" if node.op == "placeholder" else label(node)
-        raise NoMatch(f"the scores come from {what}, not from a product of queries and keys", node)
+        if node.op != "placeholder":
+            raise _not_followed(label(node), node)
+        what = "an input of the graph, not from a product of queries and keys"
+        raise NoMatch(f"the scores come from {what}", node)
     return _Step(view, node, call, list(axes), depth, reads).read()
+
+
+def _not_followed(name: str, node: fx.Node) -> NoMatch:
+    reason = f"the scores come from {name}, which is not followed to a product of queries and keys"
+    return NoMatch(reason, node)
 
 
 def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
@@ -179,9 +186,7 @@ class _Step:
             name = self.view.name_of(x) or name
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
-        raise self.decline(
-            f"the scores come from {name}, which is not followed to a product of queries and keys"
-        )
+        raise _not_followed(name, self.node)
 
     # Scale and bias
 
@@ -367,7 +372,7 @@ class _Step:
         # In 16 bits a number is rounded before it is filled in; an assignment has no type of its own.
         fill = rounded(fill, self.view.dtype(x))
         if found.shifted and fill != -math.inf:
-            raise self.decline("a constant is added to scores that are masked with a number")
+            raise self.decline("scores that a constant was added to are masked with a number")
         if found.unless and fill != -math.inf:
             raise self._again("are masked twice")
         if found.masks and found.fill != fill:

@@ -8,6 +8,7 @@ what is mostly zeros are exact for any tensor.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ...graph.fakes import expected, expected_elements
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.scalars import constant_factor
 from ...graph.values import counting, only_along
 from ...graph.view import GraphView, fake, label, same_sizes
 from ...graph.vocabulary import COPIES
@@ -33,7 +35,7 @@ _LONGEST = 8
 @dataclasses.dataclass(frozen=True)
 class Entries:
     """values, indices [..., k] of each row of a tensor, as `scatter` reads them. after: what is applied to the tensor
-    then, in order, and behind that `scaled`, products with a number for each column. base: the zeros."""
+    then, in order, and behind that `scaled`, products and quotients by a number for each column. base: the zeros."""
 
     values: fx.Node
     indices: fx.Node
@@ -66,27 +68,31 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
         if call.name in SCATTERS:
             found = _scattered(view, node, call, tuple(reversed(after)))
             return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
-        if call.name == "mul" and not after and not call.inplace:
+        by = constant_factor(view, node)
+        if by is None and call.name in ("mul", "div") and not after and not call.inplace:
             product = by_column(view, node)
             if product is None:
                 return None
             scaled.append((node, product[1]))
             node = view.value(product[0], node)
             continue
-        if call.name not in KEEPS_ZEROS or call.inplace or not view.is_tensor(call["input"]):
+        keeps = call.name in KEEPS_ZEROS and view.is_tensor(call["input"])
+        if by is not None:  # of a tensor and a number that is written there
+            keeps = math.isfinite(by[1]) and len(node.all_input_nodes) == 1
+        if not keeps or call.inplace:
             return None
         after.append(node)
-        node = view.value(call["input"], node)
+        node = view.value(node.all_input_nodes[0], node)
     return None
 
 
 def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(tensor, vector) of a sum or product of a tensor with a number for each of its last dimension."""
+    """(tensor, vector) of a sum, product or quotient of a tensor with a number for each of its last dimension."""
     call = view.call(node)
-    if view.const(call.get("alpha", 1)) != 1:
+    if view.const(call.get("alpha", 1)) != 1 or call.get("rounding_mode") is not None:
         return None
     shape = view.shape(node)
-    for tensor, vector in call.both_ways:
+    for tensor, vector in call.both_ways[: 1 if call.name == "div" else 2]:
         if not (view.is_tensor(tensor) and view.is_tensor(vector)):
             return None
         if view.same_shape(tensor, node) and only_along(view, vector, shape, len(shape) - 1):

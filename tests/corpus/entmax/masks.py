@@ -61,6 +61,7 @@ each(
     log_of_a_mask=lambda s, mask: s + mask[:, None, None].to(s.dtype).log(),
     # one's own stabilisation before the package's
     maximum_subtracted_first=lambda s, mask: s - s.max(dim=-1, keepdim=True)[0],
+    detached_maximum_subtracted=lambda s, mask: s - s.detach().amax(-1)[..., None].expand_as(s),
     where_mask=lambda s, mask: torch.where(mask[:, None, None], s, LOW),
     # GPT-2: the value filled in is a tensor
     where_tensor_fill=lambda s, mask: torch.where(mask[:, None, None], s, torch.full([], LOW)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 
 import torch
@@ -172,6 +173,52 @@ def talking_heads(q, k, v, mask):
     mix = torch.eye(H, dtype=q.dtype) + 0.1
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return torch.einsum("gh,bhij->bgij", mix, attn) @ v
+
+
+@attention("no values are weighed", pattern="entmax_attention")
+def entropy_of_the_probabilities(q, k, v, mask):
+    """TabNet: of a mask's features"""
+    p = entmax.sparsemax(q @ k.mT * SCALE, dim=-1)
+    return (-p * torch.log(p + 1e-10)).sum(-1)
+
+
+@attention("also read by mean", pattern="entmax_attention", at="scores.mean(")
+def masked_scores_less_their_mean(q, k, v, mask):
+    """the mean of a row with a masked key is -inf, and what is left of the row NaN"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], float("-inf"))
+    scores = scores - scores.mean(-1, keepdim=True)
+    return entmax.entmax_bisect(scores, alpha=1.5, dim=-1) @ v
+
+
+@attention("heads are mixed, and no values weighed", pattern="entmax_attention")
+def mixed_and_returned(q, k, v, mask):
+    mix = torch.eye(H, dtype=q.dtype) + 0.1
+    return torch.einsum("gh,bhij->bgij", mix, entmax.entmax15(q @ k.mT * SCALE, dim=-1))
+
+
+def hook_ends_the_graph():
+    """As in torch before 2.13"""
+    found = importlib.util.find_spec("torch._higher_order_ops.register_hook")
+    return "" if found else "Dynamo traces no hook"
+
+
+hooked = functools.partial(
+    attention, modes=TRAIN, pattern="entmax_attention", unsupported=hook_ends_the_graph
+)
+
+
+@hooked("register_hook is between the probabilities and the values", at="register_hook(")
+def hook_on_the_probabilities(q, k, v, mask):
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    attn.register_hook(lambda grad: grad / 2)
+    return attn @ v
+
+
+@hooked("from register_hook, which is not followed", at="register_hook(")
+def hook_on_the_scores(q, k, v, mask):
+    scores = q @ k.mT * SCALE
+    scores.register_hook(lambda grad: grad / 2)
+    return entmax.entmax15(scores, dim=-1) @ v
 
 
 @attention("tanh", pattern="entmax_attention", at="torch.tanh(")

@@ -73,6 +73,24 @@ def centred_over_vocabulary(logits, mask):
     return (tokens(centred) * mask.unsqueeze(-1)).amax(dim=1)
 
 
+@head("the largest keeps a softmax over the tokens in range")
+def softmax_over_sequence_written_out(logits, mask):
+    exp = torch.exp(logits - logits.max(dim=1, keepdim=True).values)
+    return exp / exp.sum(dim=1, keepdim=True)
+
+
+@head("numbers between 0 and 1, of every token")
+def scaled_to_their_range(logits, mask):
+    low, high = logits.amin(dim=1, keepdim=True), logits.amax(dim=1, keepdim=True)
+    return (logits - low) / (high - low + 1e-6)
+
+
+@head("also read by sub", at="logits - largest")
+def largest_and_what_is_below_it(logits, mask):
+    largest = logits.amax(dim=1, keepdim=True)
+    return largest, logits - largest
+
+
 @head("also read by mean", at="logits.mean(dim=1")
 def centred_over_sequence(logits, mask):
     return tokens(logits - logits.mean(dim=1, keepdim=True)).amax(dim=1)
