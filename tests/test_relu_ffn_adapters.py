@@ -9,7 +9,7 @@ from torch import nn
 
 import sparse_inductor
 from corpus.relu_ffn.adapters import RANK, Adapted
-from corpus.relu_ffn.registry import K, N, tokens
+from corpus.relu_ffn.registry import K, tokens
 from sparse_inductor.testing import assert_not_rewritten, assert_rewrites
 
 

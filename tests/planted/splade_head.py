@@ -70,7 +70,12 @@ Bug = functools.partial(bug.Bug, program="splade")
 
 
 def _weight_and_bias(change: Callable[..., Any]) -> bug.Plant:
-    return instead(Chain, "weight_and_bias", lambda f, self, e: change(e, *f(self, e)))
+    def changed(f: Callable[..., Any], self: Chain, e: Any) -> Any:
+        (weight,), bias = f(self, e)
+        weight, bias = change(e, weight, bias)
+        return [weight], bias
+
+    return instead(Chain, "weights_and_bias", changed)
 
 
 def _rows(change: Callable[..., Any]) -> bug.Plant:
@@ -78,7 +83,9 @@ def _rows(change: Callable[..., Any]) -> bug.Plant:
 
 
 def _linear_input(change: Callable[..., Any]) -> bug.Plant:
-    return instead(Chain, "linear_input", lambda f, self, e, upto=None: change(e, f(self, e, upto)))
+    return instead(
+        Chain, "linear_input", lambda f, self, e, *at, **how: change(e, f(self, e, *at, **how))
+    )
 
 
 def _program(change: Callable[[Program], Program]) -> Callable[[], Any]:

@@ -342,13 +342,17 @@ def resembles(
 
 
 def rescales(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the largest is subtracted from what it is the largest of, or divides it, and so needs all of it: a
-    softmax written out, the logarithm of a sum of exponentials, a range."""
-    follow = lambda n: n.users if view.name_of(n) in _ALIKE else ()
-    readers = (r for u in node.users for r in reached([u], follow, 8))
-    return any(
-        view.name_of(r) in ("sub", "div") and red.source in r.all_input_nodes for r in readers
-    )
+    """Whether the largest is only subtracted from what it is the largest of, or divides it, and so needs all of it: a
+    softmax written out, the logarithm of a sum of exponentials, a range (less the smallest)."""
+    made = {node, *reached(node.users, lambda n: n.users if view.name_of(n) in _ALIKE else (), 8)}
+
+    def is_own(n: fx.Node) -> bool:
+        origin, _ = view.behind(n, _ALIKE)
+        return red.source in (n, *origin.all_input_nodes)
+
+    within = (n for n in made if view.name_of(n) in ("sub", "div"))
+    beside = [n for r in within for n in r.all_input_nodes if n not in made]
+    return any(map(is_own, beside)) and all(n.op != "output" for n in made)
 
 
 def _is_activated(found: Set[str | None]) -> bool:
