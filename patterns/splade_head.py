@@ -310,9 +310,11 @@ def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -
         return False
     others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
     turned = len(others) == 1 and others[0] < red.dim
-    turned |= linear.order is not None and linear.order[0] != 0  # by an einsum, say
+    orders = [part.order for part in linear.summands]
+    turned |= any(order is not None and order[0] != 0 for order in orders)  # by an einsum, say
     masked = any(_is_transposed(view, n) for row in chain.rows for n in row.term.nodes)
-    return not (turned or masked or _sequence_first(view, linear.source))
+    first = any(_sequence_first(view, part.source) for part in linear.summands)
+    return not (turned or masked or first)
 
 
 def _is_transposed(view: GraphView, mask: fx.Node) -> bool:

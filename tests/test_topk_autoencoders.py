@@ -83,6 +83,12 @@ def divided_by_decoder_norms(s, x):
     return (f / 2) / s.W_dec.norm(dim=-1) @ s.W_dec + s.b_dec
 
 
+def times_a_constant_for_each_neuron(s, x):
+    values, indices = (x @ s.W_enc + s.b_enc).topk(4)
+    f = x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values.relu())
+    return f * torch.full((32,), 0.5) @ s.W_dec
+
+
 def to_something_else(s, x):
     """A transcoder with a skip connection."""
     values, indices = (x @ s.W_enc + s.b_enc).topk(4)
@@ -106,6 +112,7 @@ def test_one_that_runs_as_written_is_no_near_miss_of_a_feed_forward_block(policy
         with_everything_returned,
         by_decoder_norms,
         divided_by_decoder_norms,
+        times_a_constant_for_each_neuron,
         *map(heavy, (rectified_first, tied, unit_rows, to_something_else)),
     ],
 )

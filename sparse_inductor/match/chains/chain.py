@@ -13,7 +13,6 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -306,8 +305,9 @@ class Chain:
             return weight, None if bias is None else e.call(operator.mul, bias, r)
         r = e.method("bool", r)
         weight = e.call(torch.where, e.method("unsqueeze", r, 1), weight, 0.0)
-        kept: Any = 0.0 if bias is None else widened(e, bias)
-        return weight, e.call(torch.where, r, kept, term.const[0] / scale)
+        dtype = torch.promote_types(fake(self.linear.node).dtype, torch.float32)
+        new = e.method("new_zeros", weight, (), dtype=dtype) if bias is None else bias
+        return weight, e.call(torch.where, r, e.cast(new, dtype), term.const[0] / scale)
 
     def vector(self, e: Emitter, term: Term, columns: int | fx.Node) -> fx.Node:
         """A column operand as [V], prepared."""

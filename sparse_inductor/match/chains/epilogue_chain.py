@@ -23,7 +23,11 @@ from ...graph.gemm import Linear
 from ...graph.names import Call
 from ...graph.parts import parts_of
 from ...graph.selection import Assigned
+from ...graph.values import extreme
 from ...graph.view import GraphView, fake, same_size
+
+# Weights of a hundredth or so that are multiplied by less lose digits in fp16: 2**-14 is its least normal number.
+_LEAST_IN_FP16 = 2.0**-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +130,17 @@ def summed(
     nodes = [n for epilogue, _ in summands for n in epilogue.nodes]
     scales = []
     for epilogue, number in summands:
-        steps = epilogue.steps
-        if steps is None or any(s.fn != "mul" for s in steps):
+        if epilogue.steps is None:
             return []
-        scales.append(math.prod((s.consts[0] for s in steps), start=number))
+        steps = [s for s in epilogue.steps if s != Step("add", (0.0,))]  # with which sum() starts
+        if any(s.fn != "mul" for s in steps):
+            return []
+        scale = math.prod((s.consts[0] for s in steps), start=number)
+        if extreme(scale) or (
+            view.dtype(node) == torch.float16 and 0 < abs(scale) < _LEAST_IN_FP16
+        ):
+            return []
+        scales.append(scale)
     found = []
     for readings in itertools.product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}

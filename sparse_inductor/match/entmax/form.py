@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps, sums
@@ -261,17 +262,21 @@ def unshifted(view: GraphView, source: fx.Node, reader: fx.Node, dim: int) -> li
         if shifted is None or shifted[1] not in (None, dim):
             break
         x, axis, shift = shifted
-        if axis is not None and not _largest(view, x, shift):
+        if axis is not None and not _largest(view, x, shift, axis):
             break
         found.append(Candidate(x, seen, 1.0, 0))
     return found
 
 
-def _largest(view: GraphView, x: fx.Node, shift: Any) -> bool:
-    """Whether it is made of the largest value of each row of x, or of their logsumexp, which is as large."""
+def _largest(view: GraphView, x: fx.Node, shift: Any, dim: int) -> bool:
+    """Whether it is made of the largest value of each row of x, or of their logsumexp, which is as large. That of each
+    column, with as many rows as columns, may be infinite where the row is not."""
     call = view.call(view.behind(shift, COPIES | SPREADS | {"detach", "unsqueeze"})[0])
     if call.name == "getitem":
         call = view.call(call["input"])
     if call.name not in ("amax", "max_dim", "logsumexp"):
+        return False
+    over, ndim = listed(call.get("dim")), len(view.shape(x))
+    if not any(isinstance(d, int) and d % ndim == dim for d in over):
         return False
     return view.same_value(view.behind(call["input"], COPIES | {"detach"})[0], x)

@@ -68,7 +68,8 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
         if call.name in SCATTERS:
             found = _scattered(view, node, call, tuple(reversed(after)))
             return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
-        by = constant_factor(view, node)
+        alone = len(node.all_input_nodes) == 1  # with a number that is written there
+        by = constant_factor(view, node) if alone else None
         if by is None and call.name in ("mul", "div") and not after and not call.inplace:
             product = by_column(view, node)
             if product is None:
@@ -77,8 +78,8 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
             node = view.value(product[0], node)
             continue
         keeps = call.name in KEEPS_ZEROS and view.is_tensor(call["input"])
-        if by is not None:  # of a tensor and a number that is written there
-            keeps = math.isfinite(by[1]) and len(node.all_input_nodes) == 1
+        if by is not None:
+            keeps = math.isfinite(by[1])
         if not keeps or call.inplace:
             return None
         after.append(node)

@@ -190,6 +190,14 @@ def masked_scores_less_their_mean(q, k, v, mask):
     return entmax.entmax_bisect(scores, alpha=1.5, dim=-1) @ v
 
 
+@attention("also read by amax", pattern="entmax_attention", at="scores.amax(")
+def masked_scores_less_the_largest_of_their_columns(q, k, v, mask):
+    """that of a masked key is -inf, and what is left of the row with its number NaN"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], float("-inf"))
+    scores = scores - scores.amax(-2).unsqueeze(-1)
+    return entmax.entmax_bisect(scores, alpha=1.5, dim=-1) @ v
+
+
 @attention("heads are mixed, and no values weighed", pattern="entmax_attention")
 def mixed_and_returned(q, k, v, mask):
     mix = torch.eye(H, dtype=q.dtype) + 0.1

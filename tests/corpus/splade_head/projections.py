@@ -87,6 +87,19 @@ def adapter_of_the_decoder(self, h, mask):
     return pool(self.decoder(h) + self.b(self.a(h)) * 0.5, mask)
 
 
+@encoder(parts={"others": lambda: nn.ModuleList(nn.Linear(D, V) for _ in range(2))})
+def mean_of_decoders(self, h, mask):
+    """sum() starts with a 0."""
+    return pool(sum(linear(h) for linear in (self.decoder, *self.others)) / 3, mask)
+
+
+@formula()
+def sum_of_einsums_sequence_first(h, mask, w, b):
+    """Logits [S, B, V] without a mask that says which axis is which."""
+    logits = [torch.einsum("bsd,vd->sbv", x, w) for x in (h, h.tanh())]
+    return tokens(logits[0] + logits[1] + b).amax(0)
+
+
 @encoder(
     parts={
         "other": lambda: nn.Linear(D, V),
