@@ -342,7 +342,7 @@ def resembles(
 
 
 def rescales(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the largest is only subtracted from what it is the largest of, or divides it, and so needs all of it: a
+    """Whether the largest is subtracted from what it is the largest of, or divides it, and so needs all of it: a
     softmax written out, the logarithm of a sum of exponentials, a range (less the smallest)."""
     made = {node, *reached(node.users, lambda n: n.users if view.name_of(n) in _ALIKE else (), 8)}
 
