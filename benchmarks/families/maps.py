@@ -169,13 +169,13 @@ def _rows(bench: Bench, rows: int, K: int) -> Tensor:
     return x.bfloat16() if bench.cuda else x
 
 
-SHAPES = {
-    "gated_2048": ("gated", 2048, 5632),
-    "gated_4096": ("gated", 4096, 11008),
-    "plain_768": ("plain", 768, 3072),
-    "plain_2048": ("plain", 2048, 8192),
-    "plain_4096": ("plain", 4096, 16384),
-}
+SHAPES = (
+    ("gated", 2048, 5632),
+    ("gated", 4096, 11008),
+    ("plain", 768, 3072),
+    ("plain", 2048, 8192),
+    ("plain", 4096, 16384),
+)
 """Of blocks: the second is Llama 7B's, the third T5's, the last OPT 6.7B's."""
 
 
@@ -184,7 +184,7 @@ def _blocks(bench: Bench, name: str, K: int, N: int, training: bool) -> Iterator
     shares = [0.003, 0.01, 0.03, 0.5] if training else [0.003, 0.01, 0.03, 0.1, 0.3, 0.5]
     columns = [(f"{share:.1%} active", share, SPREAD) for share in shares]
     columns.insert(2, ("1.0% active, all alike", 0.01, 0.0))
-    if bench.quick:  # all shapes are one then: that of each kind is enough
+    if bench.quick:  # all shapes are one then: the smaller ones are enough
         K, N, rows, columns = 32, 64, [16] if K <= 2048 else [], columns[1:2]
     elif not bench.cuda:
         rows = [2048, 8192]
@@ -368,9 +368,9 @@ def _scoring(bench: Bench) -> None:
 
 SECTIONS = (
     *(
-        part(f"{name}_training" if training else name, _feed_forward, *shape, training)
+        part(f"{name}_{K}" + "_training" * training, _feed_forward, name, K, N, training)
         for training in (False, True)
-        for name, shape in SHAPES.items()
+        for name, K, N in SHAPES
     ),
     _stack,
     _splade,

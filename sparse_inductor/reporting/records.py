@@ -38,7 +38,7 @@ JSON_VERSION = 1
 _watching = 0
 _reports: weakref.WeakSet[Report] = weakref.WeakSet()
 _SPARSE_WAY_OUT = (
-    "torch.sparse tensors end the graph before any pass can run: a collection that is scored belongs into a "
+    "torch.sparse tensors end the graph before any pass can run: a collection that is scored belongs in a "
     "sparse_inductor.SparseIndex, whose search() and scores() stand in a compiled program"
 )
 
