@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import sparse_inductor
-from sparse_inductor.kernels.common.unroll import unrolled
 from sparse_inductor.kernels.relu_ffn import hopper
 
 
@@ -22,13 +21,6 @@ def test_the_zero_threshold_is_the_last_number_that_is_not_active(dtype, thresho
     least = both[0]
     above = torch.nextafter(least, torch.tensor(math.inf, dtype=dtype))
     assert least.item() <= threshold and (threshold < above.item() or least.item() == math.inf)
-
-
-def test_steps_are_unrolled_within_what_a_compiler_takes():
-    for steps in range(1, 200):
-        total, each = unrolled(steps)
-        assert total % each == 0 and steps <= total <= steps * 9 / 8 + 1
-        assert each <= 16 and (each == total or each >= 5)
 
 
 # On a GPU of 132 SMs.

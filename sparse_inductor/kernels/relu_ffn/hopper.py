@@ -36,7 +36,6 @@ from ..common.launch import launch as launch_kernel
 from ..common.launch import sm_count
 from ..common.tile_order import tile_at
 from ..common.tma import tma_addressable
-from ..common.unroll import unrolled
 
 # Rows per warpgroup, the M of a wgmma. 64 x 256 fp32 accumulators take 128 registers a thread.
 ROWS = gl.constexpr(64)
@@ -140,19 +139,6 @@ def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
     acc = warpgroup_mma_wait(LEFT, deps=(acc,))
     mbarrier.arrive(ring[3].index(n % STAGES))
     return acc
-
-
-@gluon.jit
-def _multiply_steps(acc, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """Warpgroup ME: add the products of STEPS stages from the n-th on to acc, each started before the preceding one is
-    waited for; returns (acc, n + STEPS)."""
-    for i in gl.static_range(STEPS):
-        acc = _begin_step(acc, ring, n, True, ME, STAGES)
-        if i > 0:
-            acc = _end_step(acc, ring, n - 1, 1, STAGES)
-        n += 1
-    acc = _end_step(acc, ring, n - 1, 0, STAGES)
-    return acc, n
 
 
 @gluon.jit
@@ -291,8 +277,8 @@ def _mark_pieces(held, ends, m0, n0, PLACE: gl.constexpr, COLUMNS: gl.constexpr)
 
 @gluon.jit
 def _multiply_tiles(
-    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
-    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME: computes 64 rows of every tile of this program. A tile's pieces are written while the tensor cores
     compute the first steps of the next one."""
@@ -302,7 +288,8 @@ def _multiply_tiles(
     SUMS: gl.constexpr = _accumulator(COLUMNS)
     COUNT: gl.constexpr = COLUMNS // PIECE
     # One piece every second step if there are enough steps; bitmasks are written in the steps between.
-    APART: gl.constexpr = 2 if EACH >= 2 * COUNT else 1
+    APART: gl.constexpr = 2 if KBLOCKS >= 2 * COUNT else 1
+    BESIDE: gl.constexpr = APART * COUNT
     n = 0  # stages consumed
     held = gl.zeros([ROWS, COLUMNS], dtype, SUMS)
     m_held, n_held = 0, 0
@@ -310,9 +297,9 @@ def _multiply_tiles(
         m0, n0 = _place_of(t, tiles_m, tiles_n, ME, COLUMNS)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
         found = _pieces(held, COUNT)
-        for i in gl.static_range(EACH):
+        for i in gl.static_range(BESIDE):
             acc = _begin_step(acc, ring, n, i > 0, ME, STAGES)
-            if i < APART * COUNT and t > gl.program_id(0):
+            if t > gl.program_id(0):
                 if i % APART == 0:
                     _end_piece(found[i // APART], ends, m_held, n_held, i // APART, ME)
                 if i % APART == APART - 1:
@@ -320,9 +307,12 @@ def _multiply_tiles(
             if i > 0:
                 acc = _end_step(acc, ring, n - 1, 1, STAGES)
             n += 1
+        # The products of one step are pending at the loop's edge: nothing but them touches the accumulator there.
+        for _k in range(BESIDE, KBLOCKS):
+            acc = _begin_step(acc, ring, n, True, ME, STAGES)
+            acc = _end_step(acc, ring, n - 1, 1, STAGES)
+            n += 1
         acc = _end_step(acc, ring, n - 1, 0, STAGES)
-        for _k in range(EACH, KBLOCKS, EACH):
-            acc, n = _multiply_steps(acc, ring, n, ME, EACH, STAGES)
         if HAS_BIAS:
             at = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
             acc += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
@@ -338,8 +328,7 @@ def _multiply_tiles(
 @gluon.jit(do_not_specialize=["M", "N", "words"])
 def _product_kernel(
     a, b, out, bias, bitmask, state, M, N, least, words,
-    COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    K_MAJOR: gl.constexpr,
+    COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, K_MAJOR: gl.constexpr,
 ):  # fmt: skip
     """Persistent kernel: out [M, N] = x @ weight^T + bias and its bitmask; `words` int32 of `state` become zeros.
 
@@ -357,8 +346,8 @@ def _product_kernel(
     operands = ((staging, out, bitmask, M, N, least), ring, bias, tiles_m, tiles_n)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (operands, 0, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
-            (_multiply_tiles, (operands, 1, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (_multiply_tiles, (operands, 0, COLUMNS, KBLOCKS, STAGES, HAS_BIAS)),
+            (_multiply_tiles, (operands, 1, COLUMNS, KBLOCKS, STAGES, HAS_BIAS)),
             (_copy_tiles, (source, COLUMNS, KBLOCKS, STAGES, K_MAJOR)),
         ],
         [4, 1],
@@ -393,8 +382,8 @@ def tile_for(M: int, N: int, programs: int, room: float = 0) -> int:
 def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, int]:
     columns = tile_for(M, N, programs, room)
     # At least as many steps as a tile has pieces; steps behind the last feature multiply zeros.
-    steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value))
-    return {"COLUMNS": columns, "KBLOCKS": steps, "EACH": each, "STAGES": stages(columns)}
+    steps = max(-(-K // DEPTH.value), columns // PIECE.value)
+    return {"COLUMNS": columns, "KBLOCKS": steps, "STAGES": stages(columns)}
 
 
 @functools.cache
