@@ -165,8 +165,7 @@ def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]
 
 
 def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
-    """Call `lower` with a flag per token that its hidden state is finite, which takes one pass over the hidden states.
-    """
+    """Call `lower` with a flag per token that its hidden state is finite, which takes one pass over the hidden states."""
     finite = None
     if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
         finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
@@ -340,7 +339,9 @@ def _shared(hidden, weight, bias, rows, *_) -> Rule:
 
 def _shared_values(hidden, weight, bias, rows, *_) -> Rule:
     rule = _shared(hidden, weight, bias, rows)
-    return dataclasses.replace(rule, outputs=rule.outputs[:1])  # the positions are sharded as the values are
+    return dataclasses.replace(
+        rule, outputs=rule.outputs[:1]
+    )  # the positions are sharded as the values are
 
 
 def _shared_backward(
