@@ -69,7 +69,7 @@ class CheckedIndex:
         self.nbytes = sum(index.nbytes.values())
 
     def search(self, query: Tensor, k: int) -> Search:
-        """The search for the k best for queries with the shape, strides and dtype of this one."""
+        """The search of the k best for queries with this one's shape, strides and dtype."""
         sizes = query.shape, query.stride(), query.dtype, k
         found = self._searches.get(sizes)
         if found is None:

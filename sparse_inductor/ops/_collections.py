@@ -174,7 +174,7 @@ class Collection:
         }  # fmt: skip
 
     def search(self, query: Tensor, k: int) -> Search | None:
-        """The search for the k best for queries with the shape, strides and dtype of this one; None without an index."""
+        """The search of the k best for queries with this one's shape, strides and dtype; None without an index."""
         built = self._built
         return None if built is None else built.search(query, k)
 

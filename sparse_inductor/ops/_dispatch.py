@@ -209,7 +209,7 @@ def as_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which an operator's body computes in the dtypes of its operands, even if the caller uses autocast."""
+    """A context without autocast, in which an operator's body computes in the dtypes of its operands."""
     if not autocast_on(device_type):
         return contextlib.nullcontext()
     return torch.amp.autocast(device_type, enabled=False)

@@ -341,7 +341,7 @@ def _guarded(gap: Tensor, a: Alpha, y: Tensor, n: int) -> Tensor:
 
 
 def _less_one(gap: Tensor, y: Tensor, c: Alpha, out: Tensor | None = None) -> Tensor:
-    """r - 1 for r = [1 - c (m - z) / y^c]_+. For alpha near 1, r is close to 1 and r - 1 keeps the significant digits."""
+    """r - 1 for r = [1 - c (m - z) / y^c]_+. For alpha near 1 r is close to 1, and r - 1 keeps more digits."""
     scale = (y.log() * -c).exp_()
     return torch.mul(gap, scale, out=out).clamp_min_(-1)
 

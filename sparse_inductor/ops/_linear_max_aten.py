@@ -79,7 +79,7 @@ def forward(
 
 
 def _reduce(logits, bias, rows, part, low, general, want_winner, even):
-    """One tile [b, S, v] to values, winner and peak [b, v]."""
+    """Reduce one tile [b, S, v] to values, winner and peak [b, v]."""
     p = low.plan
     dropped = shift = None
     if low.add is not None:

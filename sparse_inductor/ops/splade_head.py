@@ -165,7 +165,7 @@ def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]
 
 
 def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
-    """Call `lower` with a flag per token that its hidden state is finite, which takes one pass over the hidden states."""
+    """Call `lower`, with a mask of the tokens with finite hidden states if it needs one, at the cost of one pass."""
     finite = None
     if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
         finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
