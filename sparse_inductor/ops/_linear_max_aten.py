@@ -40,7 +40,7 @@ def forward(
     winner_dtype: torch.dtype | None,
     even: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as `kernels.splade_head_forward.forward` says.
+    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as in `kernels.splade_head.forward.forward`.
 
     even: the gradient of a maximum that several positions share is divided among them. If s is the first of several
     such positions, winner holds -2 - s.

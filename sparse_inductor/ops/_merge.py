@@ -14,7 +14,7 @@ _NONE = torch.iinfo(torch.int64).min  # the key of an empty place in the results
 
 
 def keys(scores: Tensor, ids: Tensor, first: int) -> Tensor:
-    """int64 keys [B, k] of results. They sort by score, and equal scores with the lowest id as the largest key.
+    """int64 keys [B, k] of results. A larger score, or the lower id of equal scores, has the larger key.
 
     first: the number of documents in the preceding processes, which is added to the ids.
     """

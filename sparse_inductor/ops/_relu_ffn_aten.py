@@ -61,7 +61,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty without a gate.
+    """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty if the block has none.
 
     Rows with count > cap and rows that are not finite store nothing. popular: [P] int64, neurons that are computed
     densely and are not part of index; popular_gate, popular_up: [M, P], their projections in packed rows.

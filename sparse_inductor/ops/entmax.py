@@ -101,7 +101,7 @@ def _full(alpha: Tensor | None, alpha_value: float, x: Tensor) -> Tensor | float
 
 
 def _rows(x: Tensor):
-    """What computes the rows of x: the kernels where they apply, else chunked ATen."""
+    """The module that computes the rows of x: the kernels if they support x, else chunked ATen."""
     if not launches(x):
         return aten
     from ..kernels.entmax import rows as kernels

@@ -290,7 +290,7 @@ def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
         *(dims(t, "BH..") for t in (bias, mask, alpha)),
         *(dims(t, "B") for t in (query_lengths, key_lengths)),
     )  # fmt: skip
-    saved = (queries,) * 6 + (keys,)  # see kernels.entmax_attention.saved_like
+    saved = (queries,) * 6 + (keys,)  # see kernels.entmax_attention.attention.saved_like
     return Rule(inputs, saved, ("B", "HG"), even="HG")
 
 

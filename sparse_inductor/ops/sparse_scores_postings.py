@@ -60,7 +60,8 @@ def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) ->
 def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -> Iterator[Tensor]:
     """Yields scores [n, N] of some queries at a time.
 
-    On a GPU a stable sort by document and a segmented sum make the results bitwise the same on every run.
+    Every document's products are summed in the order of the lists, on a GPU by a stable sort and a segmented sum, so
+    results are bitwise the same on every device and run.
     """
     dtype = compute_dtype(weights, values)
     B = positions.shape[0]

@@ -347,7 +347,7 @@ def everything_kernel(
     """
     wait_for_previous(PDL)
     if SORTED:
-        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # rarely
+        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # rarely true
     else:
         left = True
     if left:
