@@ -35,7 +35,7 @@ STEPS = tl.constexpr(64)
 
 # POWER is 1 / (alpha - 1) if this is a small integer, else one of the following.
 _ANY = 0  # any exponent, to the accuracy of fp32
-_MILD = -1  # an exponent up to 8, on a GPU: the approximate logarithm's error, 2^-22, changes the power by at most 2^-19
+_MILD = -1  # an exponent up to 8, on a GPU: the approximate logarithm, 2^-22 off, changes the power by at most 2^-19
 _BY_ROW = -2  # alpha differs between rows; each tile uses 2, 1, _MILD or _ANY, whichever is valid for all its rows
 MILD_SCALE = tl.constexpr(0.125)
 
