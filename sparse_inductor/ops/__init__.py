@@ -1,4 +1,4 @@
-"""Operators that the rewrites put in; each is callable directly as `sparse_inductor.ops.<name>`."""
+"""Operators that rewrites insert; each can also be called directly as `sparse_inductor.ops.<name>`."""
 
 from . import index_search, sparse_scores_cached, sparse_scores_postings  # noqa: F401
 from .entmax import entmax

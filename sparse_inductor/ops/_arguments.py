@@ -1,6 +1,7 @@
-"""An operator's arguments by name, and what the operators ask of their dtypes and sizes.
+"""Access to an operator's arguments by name, and checks of their dtypes and sizes.
 
-Symbolic sizes are compared when the operator runs: a check must not become a guard.
+Symbolic sizes are not compared while tracing, because a check must not become a guard; the operator compares them when
+it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ IMPACTS = (torch.uint8, torch.int8, torch.int16, *INTEGERS)  # quantised weights
 
 
 def arguments(schema: str) -> Any:
-    """A named tuple of the arguments that a schema lists, with its defaults, which the dispatcher leaves out."""
+    """A named tuple type of the arguments in a schema, with the schema's defaults: the dispatcher omits arguments that
+    have their default."""
     listed = [text.partition("=") for text in schema.split(", ")]
     names = [declared.rpartition(" ")[2] for declared, _, _ in listed]
     defaults = [ast.literal_eval(value) for _, given, value in listed if given]
@@ -30,7 +32,7 @@ def arguments(schema: str) -> Any:
 
 
 def as_rows(t: torch.Tensor) -> torch.Tensor:
-    """[..., N] as [M, N], also where N is 0 and a size of -1 could be anything."""
+    """[..., N] as [M, N], also for N = 0, where a size of -1 would be ambiguous."""
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
@@ -40,39 +42,40 @@ def known(*sizes: object) -> bool:
 
 
 def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weight, transposed in memory where that is."""
+    """The gradient of a weight, in column-major memory order if the weight is column-major."""
     return gradient.t().contiguous().t() if is_column_major(weight) else gradient
 
 
 def is_column_major(weight: torch.Tensor) -> bool:
-    """Whether a matrix is known to lie by columns in memory."""
+    """Whether a matrix is known to be column-major."""
     return known(*weight.stride()) and bool(weight.stride(0) == 1 != weight.stride(1))
 
 
 def returned(grads: Iterable[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients as an operator returns them: nothing is an empty tensor."""
+    """Gradients as an operator returns them, with an empty tensor in place of None."""
     return tuple(like.new_empty(0) if g is None else g for g in grads)
 
 
 def fake_gradients(
     of: Sequence[torch.Tensor | None], needs: Sequence[bool], like: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The shapes of gradients of these tensors, as `returned` has them."""
+    """Empty gradients of these tensors in the format of `returned`, for a fake implementation."""
     return returned(
         (t.new_empty(t.shape) if n and t is not None else None for t, n in zip(of, needs)), like
     )
 
 
 def check_shape(name: str, t: torch.Tensor | None, shape: Sequence[object], said: str = "") -> None:
-    """Raises ValueError where a tensor has another shape, as far as both are known; None is any size. said: how the
-    message writes the shape, "{0}" being its first size."""
+    """Raises ValueError if the known sizes of a tensor differ from `shape`, where None matches any size. said: a format
+    string for the shape in the message, with "{0}" for its first size."""
     if t is not None and not same(t.shape, shape):
         wanted = said.format(*shape) if said else list(shape)
         raise ValueError(f"{name} must be {wanted}, got shape {tuple(t.shape)}")
 
 
 def check_floats(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raises the errors of an operand's dtype, and of others that have another one or are on another device."""
+    """Raises TypeError for an operand of an unsupported dtype, and TypeError or ValueError for other operands with a
+    different dtype or device."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be one of {FLOATS}, got {x.dtype}")
     for other, t in others.items():
@@ -83,7 +86,7 @@ def check_floats(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> N
 
 
 def suit_kernels(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether the Triton kernels take these operands: fp64 and what is empty goes the ATen way on any device."""
+    """Whether the Triton kernels support these operands; ATen computes fp64 and empty operands on every device."""
     return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
 
 

@@ -1,7 +1,8 @@
-"""An index of a program's documents that is used only where a checksum proves that they are what it was built of.
+"""An index of a program's documents, used only if a checksum proves that the documents have not changed since the index
+was built.
 
-On a GPU the host plans and launches the search while the documents are read, and waits for the checksum; on a CPU that
-comes first.
+On a GPU the host plans and launches the search while the checksum kernel reads the documents, then waits for the
+checksum. On a CPU the checksum is computed first.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from ..kernels.common.replay import Site
 
 TILE = 1024
-"""Words of a checksum's tile, for each half of which there are two keys."""
+"""Words in a tile of the checksum. The keys are [2 sums, TILE, 2 halves of a word]."""
 
 MOST_SIZES = 64
-"""Kinds of queries and k whose launches are kept."""
+"""The number of different query layouts and k for which searches are kept."""
 
 Documents = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """ids, values, rows and offsets, as `sparse_scores` takes them."""
@@ -34,7 +35,7 @@ Found = tuple[Tensor, Tensor]
 
 
 class CheckedIndex:
-    """An index, and the checksums of the documents that it was built of."""
+    """An index, and the checksums of its documents at the time of its construction."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class CheckedIndex:
         num_docs: int,
         lookup: str,
     ) -> None:
-        """Waits for `ready`, after which the documents are there; kernels for such queries and k are compiled."""
+        """Build the index once `ready` is reached (the event after the copy of the documents), and compile the kernels
+        for queries of this layout and k."""
         from ..index import SparseIndex
 
         device = documents[0].device
@@ -59,7 +61,7 @@ class CheckedIndex:
             postings, counts, barred = index.operands()
             self._held = _Held(_keys(device), list(postings), list(counts), barred)
             search = self.search(query, k)
-            for _ in range(2):  # the second time launches are recorded
+            for _ in range(2):  # the second run records the launches
                 sums, _, _ = search.read(_plain(query), documents)
             self._held.sums[:] = sums
             if stream is not None:
@@ -67,7 +69,7 @@ class CheckedIndex:
         self.nbytes = sum(index.nbytes.values())
 
     def search(self, query: Tensor, k: int) -> Search:
-        """What finds the k best for queries that lie as this one does."""
+        """The search of the k best for queries with this one's shape, strides and dtype."""
         sizes = query.shape, query.stride(), query.dtype, k
         found = self._searches.get(sizes)
         if found is None:
@@ -79,7 +81,7 @@ class CheckedIndex:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What searches of an index share; `sums` are the documents' checksums."""
+    """The state that searches of an index share; `sums` are the documents' checksums."""
 
     keys: Tensor
     postings: list[Tensor]
@@ -89,7 +91,8 @@ class _Held:
     streams: dict[int, torch.cuda.Stream] = dataclasses.field(default_factory=dict)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The current stream; the index's memory is kept until it is done with it."""
+        """The current stream. At its first use the index's tensors are recorded on it, so that their memory is not
+        reused while a kernel on this stream reads it."""
         handle = compat.raw_stream(device)
         stream = self.streams.get(handle)
         if stream is None:
@@ -101,7 +104,7 @@ class _Held:
 
 
 class Search:
-    """Searches for queries that lie alike. On a GPU their launches are kept."""
+    """A search for queries of one shape, stride and dtype. On a GPU its launches are recorded and replayed."""
 
     def __init__(self, held: _Held, query: Tensor, k: int) -> None:
         self.k, self._held, self._device = k, held, query.device
@@ -115,8 +118,8 @@ class Search:
             self._best = Site(search_cuda, kept=self._operands)
 
     def __call__(self, query: Tensor, documents: Documents) -> tuple[Found | None, bool]:
-        """The k best, or None for a query with weights that are not finite; and whether the documents are those that
-        the index was built of, without which nothing is found."""
+        """(the k best, or None if the documents have changed or the query is not finite; whether the documents are
+        unchanged)."""
         sums, finite, found = self.read(query if self._as_it_is else _plain(query), documents)
         same = sums == self._held.sums
         if found is None or not (same and finite):
@@ -124,7 +127,8 @@ class Search:
         return ((found[0][0], found[1][0]) if self._single else found), same
 
     def read(self, query: Tensor, documents: Documents) -> tuple[list[int], bool, Found | None]:
-        """The checksums of documents, whether the query is finite, and what is found if both are as they have to be."""
+        """(the checksums of the documents, whether the query is finite, the k best). The last is valid only for
+        matching checksums and a finite query, and may be None otherwise."""
         if self._best is not None:
             return self._read_on_gpu(self._best, query, documents)
         from ..kernels.sparse_scores import cpu as native
@@ -143,12 +147,12 @@ class Search:
         self, best: Site, query: Tensor, documents: Documents
     ) -> tuple[list[int], bool, Found | None]:
         made = self._idle.pop() if self._idle else _Checksum(self._held.keys)
-        # What the GPU waits for comes first: whatever else there is, the host does while the documents are read.
+        # The checksum is launched first, so that the host plans the search while the GPU reads the documents.
         made.launch(query, *documents)
         made.event.record(self._held.stream(self._device))
         try:
             found: Found = best(query)
-        finally:  # before what the checksum is written to may be freed
+        finally:  # also after an error, since the checksum's buffers may be freed then
             made.event.synchronize()
         *sums, lost = made.result.tolist()
         self._idle.append(made)
@@ -156,7 +160,7 @@ class Search:
 
 
 class _Checksum:
-    """What one checksum at a time is made in, and an event behind it."""
+    """The buffers of one checksum in flight, its launch, and the event that follows it."""
 
     def __init__(self, keys: Tensor) -> None:
         from ..kernels.common.replay import Site
@@ -168,7 +172,7 @@ class _Checksum:
 
 
 def _plain(query: Tensor) -> Tensor:
-    """[B, V] in fp32."""
+    """The query as a contiguous fp32 tensor [B, V]."""
     if query.dim() == 2 and query.dtype == torch.float32 and query.is_contiguous():
         return query
     return (query if query.dim() == 2 else query.unsqueeze(0)).detach().float().contiguous()
@@ -185,6 +189,6 @@ def _matrix(documents: Documents, N: int, V: int, lookup: str) -> Tensor:
 
 
 def _keys(device: torch.device) -> Tensor:
-    """Random keys of the checksums, which no seed of the program's says anything about."""
+    """Random keys of the checksums, from the operating system, so they do not depend on the program's seeds."""
     drawn = torch.frombuffer(bytearray(os.urandom(16 * TILE)), dtype=torch.int32)
     return drawn.view(2, TILE, 2).to(device)

@@ -1,10 +1,10 @@
-"""Indexes of collections that programs hold as tensors, built beside them where they stay as they are.
+"""Indexes of document collections that programs hold as tensors, built for collections that do not change.
 
-A collection whose version counters stay the same for some calls in a row is copied, and an index is built of the copy
-(`SparseIndex`; in the background where that takes long). From then on a search reads the documents only for a checksum,
-which is what proves that the index is theirs: a write through `.data`, NumPy, DLPack or a kernel changes no version.
-Where the checksum is another, what was found is dropped, and so is the index; the next needs twice as many calls in a
-row.
+If the version counters of a collection's tensors stay the same for several calls in a row, the tensors are copied and
+an index is built from the copy (`SparseIndex`; in the background for a large collection). From then on a search reads
+the documents only to compute a checksum, which proves that the index is valid: a write through `.data`, NumPy, DLPack
+or a kernel does not change a version counter. If the checksum differs, both the search's result and the index are
+dropped, and the next index needs twice as many unchanged calls in a row.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ._checked_index import CheckedIndex, Documents, Found, Search
 log = logging.getLogger("sparse_inductor")
 
 MEMORY_VARIABLE = "SPARSE_INDUCTOR_INDEX_MEMORY"
-"""Bytes that the indexes on a device may take together, as in "2G"; 0 turns them off. Default: a quarter of what is
-free."""
+"""The memory limit in bytes for all indexes on a device together, as in "2G"; 0 disables indexes. Default: a quarter of
+the free memory."""
 
 PATIENCE = 8
-"""Calls in a row with unchanged documents after which an index is built."""
+"""The number of calls in a row with unchanged documents after which an index is built."""
 ON_THE_SPOT = 1 << 18
-"""Entries up to which an index is built by the call that finds it due."""
+"""The largest number of entries for which the call that triggers an index builds it synchronously."""
 
 
 def collection_of(
@@ -48,11 +48,11 @@ def collection_of(
     out_dtype: torch.dtype,
     lookup: str,
 ) -> Collection | None:
-    """What is known of the documents of a call (ids, values, rows, offsets); None where no index can serve it, or none
-    would be faster.
+    """The collection of a call's documents (ids, values, rows, offsets), registered at the first call; None if no index
+    supports the call, or if none would be faster.
 
-    held: a bit for each of the documents' tensors that may be the same one at the next call; what the others hold is
-    left to the checksum.
+    held: a bit mask of the document tensors that the program may keep for the next call. Only their version counters
+    are compared; changes of the others are found by the checksum.
     """
     ids, values = documents[:2]
     if out_dtype != torch.float32 or values.dtype == torch.float64:
@@ -76,7 +76,7 @@ def collection_of(
     found.unrest.changed += 1
     with _lock:
         _known[key] = found
-    for storage in storages:  # the index goes with the documents
+    for storage in storages:  # free the index together with the documents
         weakref.finalize(storage, _drop, key, weakref.ref(found)).atexit = False
     return found
 
@@ -89,13 +89,13 @@ def _pays(device: torch.device, queries: int, documents: int, entries: int, k: i
 
 
 def collections() -> list[Collection]:
-    """Those that live, oldest first."""
+    """The live collections, oldest first."""
     with _lock:
         return list(_known.values())
 
 
 def forget() -> None:
-    """Drop all indexes, and what is known of collections."""
+    """Drop all collections and their indexes."""
     with _lock:
         _known.clear()
         unrest.known.clear()
@@ -103,7 +103,7 @@ def forget() -> None:
 
 
 def memory_limit() -> int | None:
-    """What MEMORY_VARIABLE says."""
+    """The value of MEMORY_VARIABLE in bytes, or None if it is not set."""
     text = os.environ.get(MEMORY_VARIABLE, "").strip().upper().removesuffix("B").removesuffix("I")
     if not text:
         return None
@@ -116,7 +116,7 @@ def memory_limit() -> int | None:
 
 
 class Collection:
-    """The documents of some calls, and the index of them if there is one."""
+    """The documents of a sequence of calls, and their index if one has been built."""
 
     def __init__(
         self, documents: Documents, held: int, num_docs: int, num_terms: int, lookup: str
@@ -130,24 +130,25 @@ class Collection:
         self.unrest = self._find_unrest()
         self._built: CheckedIndex | None = None
         self._building = False
-        self._why = ""  # there is no index, and none will be built
+        self._why = ""  # if not empty, the reason why no index will be built
         self._lock = threading.Lock()
 
     def _versions_of(self, documents: Documents) -> tuple[int, ...]:
         return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
 
     def _find_unrest(self) -> unrest.Unrest:
-        """That of documents of this shape, looked up where they change: a search only counts in it."""
+        """The `Unrest` of documents of this shape. It is looked up when documents change; a search only increments its
+        counter."""
         return unrest.unrest_of(self.device, self.num_terms, self._shape)
 
     @property
     def nbytes(self) -> int:
-        """Of the index."""
+        """The size of the index in bytes."""
         return 0 if self._built is None else self._built.nbytes
 
     @property
     def note(self) -> str:
-        """Why documents are scored rather than searched; empty where they are searched."""
+        """The reason why documents are scored rather than searched; empty if they are searched."""
         if self._built is not None:
             return ""
         return (
@@ -166,14 +167,14 @@ class Collection:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What the report says of it, for JSON."""
+        """The entry of the report, for JSON."""
         return {
             "documents": self.num_docs, "device": str(self.device), "bytes": self.nbytes,
             "searches": self.searches, "changes": self.changes, "note": self.note,
         }  # fmt: skip
 
     def search(self, query: Tensor, k: int) -> Search | None:
-        """What finds the k best for queries that lie as this one does; None where there is no index."""
+        """The search of the k best for queries with this one's shape, strides and dtype; None without an index."""
         built = self._built
         return None if built is None else built.search(query, k)
 
@@ -185,7 +186,8 @@ class Collection:
         search: Search | None,
         written: Callable[[], Found],
     ) -> Found:
-        """The k best documents: by a search where the index is that of these documents, else what `written` finds."""
+        """The k best documents: by a search if the index is valid for these documents, else by calling `written`, which
+        computes the operator as written."""
         if search is None:
             self._count(query, documents, k)
             return written()
@@ -212,7 +214,7 @@ class Collection:
             self.unrest.changed += 1
 
     def _count(self, query: Tensor, documents: Documents, k: int) -> None:
-        """Note a call without an index; the last of enough in a row with the same versions builds one."""
+        """Count a call without an index, and build one after enough calls in a row with the same versions."""
         versions = self._versions_of(documents)
         if versions != self._versions:
             self._changed(versions)
@@ -245,7 +247,7 @@ class Collection:
         versions: tuple[int, ...],
         beside: bool,
     ) -> None:
-        """beside: in a thread of its own, while the program may capture CUDA graphs."""
+        """Build the index. beside: this runs in a background thread, while the program may capture CUDA graphs."""
         try:
             if beside and self.device.type == "cuda" and not compat.works_beside_captures():
                 raise RuntimeError("this driver allows none beside the capture of a CUDA graph")
@@ -267,7 +269,7 @@ class Collection:
 
 
 def _copied(query: Tensor, documents: Documents) -> tuple[Tensor, Documents, Any]:
-    """Copies to build an index of, and, on a GPU, what says that they are made."""
+    """Copies of the query and the documents, and, on a GPU, an event recorded after the copies."""
     copies = tuple(None if t is None else t.detach().clone() for t in documents)
     query = query.detach().clone()
     ready = None
@@ -278,9 +280,10 @@ def _copied(query: Tensor, documents: Documents) -> tuple[Tensor, Documents, Any
 
 
 def _check_memory(documents: Documents, of: Collection) -> None:
-    """Raises MemoryError where an index of these documents would take more memory than it may."""
+    """Raises MemoryError if an index of these documents would exceed the memory limit."""
     entries, device = documents[0].numel(), documents[0].device
-    # Rows and postings of 16 bytes an entry, and a table of the terms for each chunk of documents or segment.
+    # Rows and postings take 16 bytes per entry. Each chunk of documents (on a GPU) or segment (on a CPU) has tables of
+    # one number per term.
     tables = 4 * (-(-of.num_docs >> 13) if device.type == "cuda" else 2 * -(-of.num_docs >> 17))
     wanted = 16 * entries + tables * of.num_terms
     limit = memory_limit()
@@ -295,7 +298,7 @@ def _check_memory(documents: Documents, of: Collection) -> None:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that a device has left."""
+    """The number of free bytes on a device."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -309,7 +312,7 @@ def _free(device: torch.device) -> int:
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether a tensor's elements lie in its memory without gaps and each once, in whatever order."""
+    """Whether a tensor is contiguous up to a permutation of its dimensions: no gaps and no overlap."""
     order = sorted(range(t.dim()), key=t.stride, reverse=True)
     return t.is_contiguous() or t.permute(order).is_contiguous()
 
@@ -324,13 +327,13 @@ def _drop(key: Hashable, collection: weakref.ref[Collection]) -> None:
             del _known[key]
 
 
-_lock = threading.RLock()  # a finalizer may run where it is held
+_lock = threading.RLock()  # reentrant: a finalizer may run while this thread holds it
 _known: dict[Hashable, Collection] = {}
 
 
 @in_a_forked_child
 def _in_child() -> None:
-    """A forked process has none of the threads that build, and no GPU."""
+    """Reset the state in a forked process, which has none of the builder threads and cannot use the GPU."""
     global _lock
     _lock = threading.RLock()
     _known.clear()

@@ -1,14 +1,15 @@
-"""Operators called from the code that Inductor generates, past the dispatcher.
+"""Direct calls of operators from the code that Inductor generates, bypassing the dispatcher.
 
-The dispatcher takes an operator's arguments apart, looks for autograd, modes and subclasses, and puts them together
-again, for Python twice: more of the host's time than all else that a replayed call does. In a compiled graph nobody is
-there to be found. The generated module makes a `site` a call, under a name of its own:
+The dispatcher unpacks an operator's arguments, checks for autograd, modes and subclasses, and packs the arguments
+again, twice for an implementation in Python. This takes more host time than the rest of a replayed call. A compiled
+graph has no autograd, modes or subclasses to check for, so the generated module creates one `site` per call, under a
+unique name:
 
     sparse_inductor_relu_ffn_buf5 = site('relu_ffn', 'cuda', True)
     ...
     buf5 = sparse_inductor_relu_ffn_buf5(buf4, arg3_1, None, ..., 'relu', '', False, False)
 
-C++ wrappers and AOTInductor's packages call the operator.
+C++ wrappers and AOTInductor packages call the operator through the dispatcher.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from ._dispatch import (
 
 @functools.cache
 def install() -> None:
-    """Have Inductor generate such calls for every operator from now on."""
+    """Make Inductor generate direct calls for every operator from now on."""
     for name in functions:
         compat.call_extern_kernels(f"torch.ops.sparse_inductor.{name}.default", _made)
 
 
 def _made(node: Any) -> tuple[str, str, str] | None:
-    """For an operator's node in Inductor's graph, how to make what is called: import, name and expression."""
+    """(import statement, name, expression) that create the site for an operator's node in Inductor's graph; None if the
+    node must call the operator."""
     device = node.get_device()
     if device is None or device.type not in ("cpu", "cuda"):
         return None
     schema = compat.schema(node.op_overload)
-    # What a call leaves to the schema's defaults is passed by name.
+    # Arguments that the call omits are passed by name, with the schema's defaults.
     passed, named = compat.arguments_of_node(node)
     if [*named] != [a.name for a in schema.arguments[passed : passed + len(named)]]:
         return None
@@ -55,10 +57,11 @@ def _made(node: Any) -> tuple[str, str, str] | None:
 
 
 def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
-    """What computes an operator at one place of a generated module; settled: all sizes and strides are known there.
+    """The function that computes an operator at one call site of a generated module. settled: all sizes and strides are
+    known at this site.
 
-    Arguments by name come in the schema's order, behind the others. A profiler and modes that look at every operator
-    get to see the operator.
+    Arguments by name follow the positional ones in the schema's order. While a profiler or a mode observes operators,
+    the function calls the operator itself.
     """
     op, fn = getattr(torch.ops.sparse_inductor, name).default, functions[name]
     if settled and name in sites:

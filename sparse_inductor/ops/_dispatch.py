@@ -1,4 +1,5 @@
-"""What every operator here needs of the dispatcher: guards, registration, the way to its kernels."""
+"""Registration of operators with the dispatcher, and the functions that every operator uses: autograd, autocast and
+launches of its kernels."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from ._sharding import Rule, share
 
 log = logging.getLogger(__name__)
 
-# What arguments an operator's device function can be handed as they are.
+# Types of arguments that can be passed to an operator's device function without the dispatcher.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
 
 
 def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The operator without its Autograd kernel: at once `on_gpu(fn)`, its CUDA kernel, where nobody else (a mode, a
-    tensor subclass) wants to see the call, which saves the dispatcher's second turn; else through the dispatcher.
+    """Call the operator below its Autograd kernel. If no mode or tensor subclass intercepts the call, this calls its
+    CUDA kernel `on_gpu(fn)` directly, which saves a second pass through the dispatcher.
 
-    The first argument is a tensor, and lists among the arguments hold tensors.
+    The first argument must be a tensor, and lists among the arguments must contain tensors.
     """
     if args[0].is_cuda and not compat.modes_active():
         for a in args:
@@ -41,28 +42,28 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
         return op(*args)
 
 
-# By what computes them on a GPU.
+# Operators by the function that computes them on a GPU.
 _operators: dict[Callable[..., Any], Operator] = {}
 
 
 def register_on_gpu(
     lib: torch.library.Library, name: str, fn: Callable[..., Any], follows: str | None = None
 ) -> None:
-    """Registers what computes an operator on a GPU, by the first of its layers that works. follows: the operator that
-    saves what this one reads."""
+    """Registers `fn` as an operator's CUDA implementation, run in the first of its layers that works (see `layers`).
+    follows: the operator that saves tensors for this one."""
     _operators[fn] = Operator(name, fn, follows)
     lib.impl(name, untracked(on_gpu(fn)), "CUDA")
 
 
 def has_layers(fn: Callable[..., Any]) -> bool:
-    """Whether a function launches kernels, where others call operators that do."""
+    """Whether a function launches kernels itself, rather than calling operators that do."""
     return fn in _operators
 
 
 @functools.cache
 def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
-    (`kernels.replay`) in its first layer, if it has layers."""
+    """The CUDA implementation of the operator that `fn` computes: `fn` itself, or, if it has layers, `fn` in the first
+    layer that works, with launches recorded and replayed in the first one (`kernels.common.replay`)."""
     if not has_layers(fn):
         return fn
 
@@ -78,13 +79,13 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layered(fn: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes an operator on a GPU, `native` its function `fn` in the first layer."""
+    """A function that computes an operator on a GPU: `native` in the first layer, `fn` in the others."""
     run = _operators[fn].run
     return lambda *args: run(native, args)
 
 
 def untracked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes an operator, `fn`, with results that are views of nothing, however it reshapes them."""
+    """Make `fn` return results that autograd does not track as views, even if `fn` reshapes them."""
 
     def call(*args: Any) -> Any:
         with compat.views_untracked():
@@ -94,7 +95,8 @@ def untracked(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replays() -> bool:
-    """Whether launches can be recorded: what has no kernel works without Triton, and its interpreter tells nobody."""
+    """Whether launches can be recorded: not without Triton, on which ATen implementations do not depend, and not under
+    its interpreter, which does not launch."""
     if importlib.util.find_spec("triton") is None:
         return False
     from ..compat.triton import interprets
@@ -103,16 +105,16 @@ def replays() -> bool:
 
 
 def define(*schemas: str) -> torch.library.Library:
-    """A library that declares these operators, for `register` to say the rest."""
+    """A library that declares these operators, to be passed to `register`."""
     lib = torch.library.Library("sparse_inductor", "FRAGMENT")
     for schema in schemas:
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return lib
 
 
-# What computes the operators, by name.
+# The functions that compute the operators, by name.
 functions: dict[str, Callable[..., Any]] = {}
-# What makes a function of one's own for each place in generated code where sizes are known, by name.
+# Factories, by operator name, that create a separate function for each call site with known sizes in generated code.
 sites: dict[str, Callable[[], Callable[..., Any]]] = {}
 
 
@@ -127,10 +129,16 @@ def register(
     composed: bool = False,
     site: Callable[[], Callable[..., Any]] | None = None,
 ) -> None:
-    """Registers what computes an operator on a CPU and on a GPU, as `register_on_gpu`; its shapes; how it is spread
-    over a mesh. autograd: what calls pass first, which asks `outside_transforms`, as `by_gradient` does; vmap is
-    declined before it. composed: it calls other operators, which have layers and replay their launches, and may call
-    others each time. site: makes what computes it at one place in generated code where sizes are known."""
+    """Registers an operator.
+
+    fn: computes it on a CPU and on a GPU, as in `register_on_gpu`. fake: gives the shapes of its results. rule: how it
+        is sharded over a mesh.
+    autograd: its Autograd kernel, which must call `outside_transforms`, as `by_gradient` does. vmap raises an error
+        before this kernel is reached.
+    composed: `fn` calls other operators, which have layers and replay their launches; different calls may use
+        different operators.
+    site: creates the function for a call site with known sizes in generated code.
+    """
     functions[name] = fn
     if site is not None:
         sites[name] = site
@@ -150,8 +158,8 @@ def register(
 def by_gradient(
     name: str, fn: Callable[..., Any], apply: Callable[..., Any], places: Sequence[int]
 ) -> Callable[..., Any]:
-    """What calls of an operator pass first: an autograd Function's `apply` where an argument at one of these places
-    requires a gradient; else the operator, which `fn` computes, is called below autograd."""
+    """The Autograd kernel of an operator. It calls `apply` of an autograd Function if an argument at one of `places`
+    requires a gradient; otherwise it calls the operator, which `fn` computes, below autograd."""
     op = getattr(torch.ops.sparse_inductor, name)
 
     def call(*args: Any) -> Any:
@@ -166,8 +174,8 @@ def by_gradient(
 
 
 def _compiling(fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """What gives an operator's shapes, and has its kernels compiled in the background meanwhile: whoever asks for
-    shapes on a GPU traces a graph that is to run there."""
+    """Wrap `fake` so that it also starts to compile the operator's kernels in the background: a fake call on a GPU
+    means that a graph is being traced that will run there."""
 
     @functools.wraps(fake)
     def shapes(*args: Any) -> Any:
@@ -177,7 +185,7 @@ def _compiling(fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
                 from ..kernels.common.ahead import compile_while_traced
 
                 compile_while_traced(fn, args)
-        except Exception as error:  # what fails, fails where it is launched
+        except Exception as error:  # the launch will raise it again
             log.debug("%s is not compiled while it is traced: %s", fn.__qualname__, error)
         return fake(*args)
 
@@ -185,14 +193,14 @@ def _compiling(fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
 
 
 def autocast_on(device_type: str) -> bool:
-    """Whether the caller is under autocast; a device that has none (meta) never is."""
-    # `torch.amp.is_autocast_available` would ask, but Dynamo of torch 2.11 cannot trace it.
+    """Whether the caller is under autocast; always False for the meta device, which has no autocast."""
+    # Not by `torch.amp.is_autocast_available`, which Dynamo of torch 2.11 cannot trace.
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def as_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """An operator's operands in the dtype of the caller's autocast, if there is one; with a first one of fp64 as they
-    are."""
+    """An operator's operands in the dtype of the caller's autocast; unchanged without autocast, or if the first operand
+    is fp64."""
     device = first.device.type
     if not autocast_on(device) or first.dtype == torch.float64:
         return (first, *others)
@@ -201,7 +209,7 @@ def as_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """An operator's body computes in the dtypes it was given, whatever the caller's autocast says."""
+    """A context without autocast, in which an operator's body computes in the dtypes of its operands."""
     if not autocast_on(device_type):
         return contextlib.nullcontext()
     return torch.amp.autocast(device_type, enabled=False)
@@ -213,13 +221,15 @@ def inline(
     fn: Callable[..., Any],
     applies: Callable[..., bool],
 ) -> None:
-    """Where AOTAutograd traces the operator for a compiler, the graph gets what `fn`, which computes it, calls: ATen's
-    operators, and launches that Inductor makes as its own, without the dispatcher and this package's Python. `fn` takes
-    `run`, which launches its kernels: here `kernels.launch.captured`.
+    """Inline the operator when AOTAutograd traces it for a compiler. The graph then contains the ATen operators and
+    Triton launches of `fn`, which computes the operator, and Inductor generates these launches without the dispatcher
+    or this package's Python. `fn` takes a keyword argument `run` that launches its kernels; here it is
+    `kernels.common.launch.captured`.
 
-    Only if sizes, strides and numbers are all known and `applies` says so of the arguments: a launch is planned from
-    them, and must not become a guard. An exported program keeps the operator, and so does one whose kernel has failed
-    in this process: the operator has other layers. Triton's interpreter launches nothing.
+    This requires known sizes, strides and numbers, because launches are planned from them without adding guards, and
+    `applies` must return True for the arguments. The operator is kept in an exported program, if one of its kernels has
+    failed in this process, because the operator can fall back to other layers, and under Triton's interpreter, which
+    does not launch.
     """
 
     def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -237,7 +247,7 @@ def inline(
 
             with mode:
                 return fn(*args, run=captured)
-        except Exception as error:  # the operator has more than one way to be computed
+        except Exception as error:  # the operator can fall back to another layer
             log.debug("%s stays an operator, for its kernel fails: %s", name, error)
             return mode.__torch_dispatch__(func, types, args, kwargs)
 
@@ -246,7 +256,7 @@ def inline(
 
 
 def _settled(args: Sequence[Any]) -> bool:
-    """Whether nothing about the arguments is symbolic."""
+    """Whether all numbers, sizes, strides and offsets of the arguments are known."""
     for a in args:
         numbers = (*a.shape, *a.stride(), a.storage_offset()) if isinstance(a, Tensor) else (a,)
         if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers):
@@ -255,8 +265,8 @@ def _settled(args: Sequence[Any]) -> bool:
 
 
 def outside_transforms(op: str, *args: Any) -> None:
-    """Raises NotImplementedError where a torch.func transform or forward-mode differentiation goes through the
-    operator: an Autograd kernel asks."""
+    """Raises NotImplementedError if a torch.func transform or forward-mode differentiation is applied to the operator.
+    Autograd kernels call this."""
     if compat.transforms_active():
         _decline(op)
     if compat.forward_ad_active() and any(map(_has_tangent, pytree.tree_leaves(args))):
@@ -271,7 +281,8 @@ def _has_tangent(a: Any) -> bool:
 
 
 class _UnpackedOnce:
-    """An autograd Function's context; a checkpoint hands out what was saved only once."""
+    """A wrapper of an autograd Function's context that reads `saved_tensors` once, since checkpointing allows a single
+    access."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -281,7 +292,8 @@ class _UnpackedOnce:
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Gradients, of an operator and of the tensors that come after them: no gradient comes of these."""
+    """The identity on an operator's gradients. The tensors they depend on follow as inputs; the backward raises an
+    error."""
 
     @staticmethod
     def forward(ctx, op, number, *tensors):
@@ -297,11 +309,11 @@ class _Undifferentiable(torch.autograd.Function):
 def first_order(
     op: str, linear: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function an autograd Function's backward whose gradients raise an error, which names the operator, where
-    they are differentiated. linear: they depend on the incoming gradients alone.
+    """A decorator for the backward of an autograd Function. Differentiating the gradients that it returns raises an
+    error that names the operator. linear: the gradients depend on the incoming gradients only.
 
-    The error is on every way from a gradient to what it depends on: `once_differentiable` makes leaves of the
-    gradients, and `torch.autograd.grad` with inputs passes those by.
+    The error is raised on every path from a gradient to a tensor it depends on. `once_differentiable` is not enough: it
+    makes the gradients leaves, which `torch.autograd.grad` with explicit inputs ignores.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,14 @@
-"""Entmax in chunked ATen, exact for every input: the CPU path, and what fp64 takes on a GPU.
+"""Entmax in chunked ATen, exact for every input: the CPU path, and the path for fp64 on a GPU.
 
-With z the scores of a row, m their maximum and c = alpha - 1 (Peters et al. 2019, Eq. 10)
+With the scores z of a row, their maximum m and c = alpha - 1 (Peters et al. 2019, Eq. 10)
 
     p_i = [c z_i - tau]_+^(1/c) = y [1 - c (m - z_i) / y^c]_+^(1/c),     tau = c m - y^c
 
-where y is the largest probability, the root of F(y) = sum_i p_i - 1 in [1/n, 1]. F rises with slope 1 or more, for
-alpha <= 2 it is convex: Newton's iteration from any upper bound of y then descends to the root and nowhere else.
-The bound it starts from is the y of a few entries of the row, maxima of 32 classes of columns: fewer entries than
-the row has leave each a larger share. For alpha > 2 slopes are infinite where an entry enters the support, so a
-bracket guards the iteration and it runs in fp64.
+where y is the largest probability, the root of F(y) = sum_i p_i - 1 in [1/n, 1]. F rises with a slope of at least 1,
+and for alpha <= 2 it is convex, so Newton's iteration from any upper bound of y descends to the root. The initial bound
+is the solution y for a subset of the row, the maxima of 32 classes of columns: with fewer entries each gets a larger
+share, so this y is an upper bound. For alpha > 2 slopes are infinite where an entry enters the support, so a bracket
+guards the iteration and it runs in fp64.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from torch import Tensor
 
 from ..aten import compute_dtype
 
-# Entries of a chunk: what the passes over it touch, two buffers in fp32, is about a core's share of the outer caches.
+# Entries of a chunk: its two fp32 buffers take about a core's share of the outer caches.
 _CPU_CHUNK = 1 << 18
-# On a GPU a chunk only bounds the workspace: two buffers of 512 MiB in fp64.
+# On a GPU the chunk size only bounds the workspace: two buffers of 512 MiB in fp64.
 _GPU_CHUNK = 1 << 26
-# Columns up to which the sums over a CPU's rows are faster across them: 1.9 times at 8, 1.3 at 16, none at 32.
+# The largest number of columns for which sums over rows on a CPU are faster in column-major order: 1.9 times as fast at
+# 8 columns, 1.3 at 16, no gain at 32.
 _NARROW = 16
-# Column classes whose maxima give the first bound; rows of fewer than four times as many start from y = 1.
+# The number of column classes; their maxima give the initial bound. Rows with fewer than four columns per class start
+# from y = 1.
 _CLASSES = 32
-# A Newton step this small relative to y is below what fp32 (fp64) tells apart.
+# A Newton step this small relative to y is below the resolution of fp32 (fp64).
 _EPS = {torch.float32: 2.0**-22, torch.float64: 2.0**-50}
-# exp2 takes a quarter of the time of exp.
+# exp2 takes a quarter of the time of exp, so exponents are scaled by log2(e).
 _LOG2_E = 1.4426950408889634
-# Steps of the unguarded iteration; 3 to 8 are what rows of any kind were seen to need, the guarded one takes the rest.
+# Maximum steps of the unguarded iteration. All rows observed needed 3 to 8; rows that need more use the guarded one.
 _FAST_STEPS = 16
-# Steps of the guarded iteration: every second one at least halves the bracket, whose resolution is 2^-52.
+# Maximum steps of the guarded iteration: every second one at least halves the bracket, which has a resolution of 2^-52.
 _GUARDED_STEPS = 120
 
 Alpha: TypeAlias = float | Tensor
@@ -60,8 +62,8 @@ def forward(x: Tensor, alpha: Alpha, dim: int, undefined: str = "") -> Tensor:
 
 
 def _scores(x: Tensor, dt: torch.dtype) -> Tensor:
-    """A copy to solve in. Of narrow rows on a CPU the columns lie one behind the other: a sum over a row takes many
-    rows at a time."""
+    """A copy of x to be solved in place. Narrow rows on a CPU are column-major, so that sums over rows vectorize over
+    many rows."""
     if x.is_cpu and x.shape[-1] <= _NARROW:
         columns = x.movedim(-1, 0).to(dt, memory_format=torch.contiguous_format, copy=True)
         return columns.movedim(0, -1)
@@ -107,7 +109,7 @@ def slopes(p: Tensor, alpha: Alpha) -> Tensor:
 
 def score_gradient_(g: Tensor, u: Tensor, alpha: Alpha) -> Tensor:
     """u (g - sum(u g) / sum u), written over g; rows of zeros get zeros."""
-    # Sparsemax chooses: what it makes 0 has no part in the gradient, even of a row with NaN.
+    # Sparsemax selects: entries with probability 0 take no part in the gradient, even in a row with NaN.
     dropped = u == 0 if not isinstance(alpha, Tensor) and alpha == 2.0 else None
     if dropped is not None:
         g.masked_fill_(dropped, 0)
@@ -121,7 +123,7 @@ def alpha_gradient(g: Tensor, p: Tensor, u: Tensor, alpha: Alpha) -> Tensor:
     """sum_i g_i dp_i / dalpha, [..., 1]."""
     total = u.sum(-1, keepdim=True)
     gap = g - torch.linalg.vecdot(u, g).unsqueeze(-1).div_(total.masked_fill_(total == 0, 1))
-    # dp/dalpha sums to 0 over a row, so g may be shifted by anything: by its mean under u the terms in u cancel.
+    # dp/dalpha sums to 0 over a row, so g may be shifted by any constant; with its mean under u the terms in u cancel.
     by_entropy = torch.linalg.vecdot(gap, torch.xlogy(p, p)).unsqueeze(-1)
     by_mass = torch.linalg.vecdot(gap, p).unsqueeze(-1)
     c = alpha - 1
@@ -129,18 +131,18 @@ def alpha_gradient(g: Tensor, p: Tensor, u: Tensor, alpha: Alpha) -> Tensor:
 
 
 def refuse(what: str) -> None:
-    """Raises what PyTorch does where a threshold is looked up that no score of a row exceeds."""
+    """Raises the error of PyTorch for a threshold lookup in a row where no score exceeds its threshold."""
     raise RuntimeError(f"index -1 is out of bounds: {what}")
 
 
 def check_not_empty(size: int, undefined: str) -> None:
-    """Raises what PyTorch does for a row without scores, where the operator stands for a program."""
+    """Raises the error of PyTorch for a row without scores, if the operator replaces a program (`undefined` is set)."""
     if undefined and size == 0:
         raise IndexError("max(): Expected reduction dim to have non-zero size: a row has no scores")
 
 
 def _has_no_threshold(peak: Tensor, alpha: Alpha, undefined: str) -> Tensor:
-    """Which rows, by their largest scores [..., 1], the program that the operator stands for finds no threshold of."""
+    """Mask of the rows for which the replaced program finds no threshold. peak: their largest scores [..., 1]."""
     if not undefined.endswith("absorbed"):
         return ~peak.isfinite()
     top = peak * (alpha - 1)
@@ -148,9 +150,9 @@ def _has_no_threshold(peak: Tensor, alpha: Alpha, undefined: str) -> Tensor:
 
 
 def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
-    """Turns scores z [..., n] into probabilities, in place; returns y [..., 1], the largest of each row.
+    """Turns scores z [..., n] into probabilities, in place; returns y [..., 1], the largest probability of each row.
 
-    z has no gaps; y has `y_dtype`. A row of -inf becomes zeros (y = 1), one with NaN or +inf becomes NaN, unless
+    z is dense; y has `y_dtype`. A row of -inf becomes zeros (y = 1), a row with NaN or +inf becomes NaN, unless
     `undefined` (`ops.entmax`) says otherwise.
     """
     classes = _class_maxima(z)
@@ -170,7 +172,7 @@ def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
 
 
 def _solved_(z: Tensor, alpha: Alpha, classes: Tensor | None) -> Tensor:
-    """`solve_` of scores less their maximum, whose class maxima are `classes`."""
+    """`solve_` for scores minus their maximum. classes: the class maxima of these scores, or None."""
     shared = _shared(alpha)
     if shared is not None:
         alpha = shared
@@ -189,7 +191,8 @@ def _solved_(z: Tensor, alpha: Alpha, classes: Tensor | None) -> Tensor:
 
 
 def recall_(z: Tensor, y: Tensor, alpha: Alpha) -> None:
-    """What `solve_` made of these scores, from the y that it returned (unrounded where `y_dtype` says fp64)."""
+    """Recompute the probabilities of `solve_` from the same scores and the y it returned, which must not be rounded if
+    its `y_dtype` is fp64."""
     peak = z.amax(-1, keepdim=True)
     peak.masked_fill_(peak == -torch.inf, 0)
     z.sub_(peak.masked_fill_(y.isnan(), torch.nan))
@@ -207,12 +210,13 @@ def recall_(z: Tensor, y: Tensor, alpha: Alpha) -> None:
 
 
 def y_dtype(dt: torch.dtype, alpha: Alpha) -> torch.dtype:
-    """What holds y: above 2 slopes are infinite where an entry enters the support, and fp32 costs half the digits."""
+    """The dtype of y: fp64 for alpha > 2, where slopes are infinite at the edge of the support and fp32 would lose half
+    of the digits."""
     return torch.float64 if isinstance(alpha, Tensor) or alpha > 2 else dt
 
 
 def _shared(alpha: Alpha) -> float | None:
-    """The one alpha of all rows, where that can be known without waiting for a device."""
+    """The common alpha of all rows, or None if they differ or if finding out would wait for a device."""
     if not isinstance(alpha, Tensor):
         return alpha
     if alpha.is_cpu and alpha.numel():
@@ -223,7 +227,7 @@ def _shared(alpha: Alpha) -> float | None:
 
 
 def _class_maxima(z: Tensor) -> Tensor | None:
-    """[..., 32] maxima of distinct columns that together are all columns; None for short rows."""
+    """[..., 32] maxima over a partition of the columns into classes; None for short rows."""
     n = z.shape[-1]
     if n < 4 * _CLASSES:
         return None
@@ -236,7 +240,8 @@ def _class_maxima(z: Tensor) -> Tensor | None:
 
 
 def _power(alpha: Alpha) -> int | None:
-    """1 / (alpha - 1) where powers of it are products, which are exact and cheaper than logarithms."""
+    """1 / (alpha - 1) if it is an integer up to 8, else None. Products for such powers are more accurate and cheaper
+    than logarithms."""
     if isinstance(alpha, Tensor):
         return None
     power = 1 / (alpha - 1)
@@ -250,8 +255,8 @@ def _raise_(u: Tensor, power: int) -> Tensor:
 def _newton(s: Tensor, power: int, t: Tensor) -> tuple[Tensor, bool]:
     """t = y^(1 / power) [..., 1] of shifted and scaled scores s = c (z - m), from an upper bound t.
 
-    Newton's iteration on the p-norm of [s + t]_+, which is as convex as its p-th power and, where scores are alike,
-    straight. The second value says whether every row converged.
+    Newton's iteration on the p-norm of [s + t]_+, which is convex as its p-th power is, and linear if all scores are
+    equal. The second value says whether every row converged.
     """
     eps = _EPS[s.dtype] / power
     u = torch.empty_like(s)
@@ -280,7 +285,7 @@ def _newton(s: Tensor, power: int, t: Tensor) -> tuple[Tensor, bool]:
 
 
 def _general_(z: Tensor, alpha: Alpha, classes: Tensor | None) -> Tensor:
-    """`solve_` of shifted scores z - m and of their class maxima, for any alpha."""
+    """`solve_` for shifted scores z - m and their class maxima, for any alpha."""
     a = alpha.to(y_dtype(z.dtype, alpha)) if isinstance(alpha, Tensor) else alpha
     y = torch.ones(z.shape[:-1] + (1,), dtype=y_dtype(z.dtype, alpha), device=z.device)
     n = z.shape[-1]
@@ -296,9 +301,9 @@ def _general_(z: Tensor, alpha: Alpha, classes: Tensor | None) -> Tensor:
 def _guarded(gap: Tensor, a: Alpha, y: Tensor, n: int) -> Tensor:
     """y [..., 1] of gap = -c (m - z), from an upper bound: Newton's iteration inside a bracket.
 
-    For alpha up to 2 it is the iteration of `_newton` in the logarithm of y, above it is Newton's on F.
+    For alpha <= 2 this is the iteration of `_newton` in the logarithm of y, for alpha > 2 Newton's iteration on F.
     """
-    # Filled in on the device: copying a number there could not be captured in a CUDA graph.
+    # `new_full` fills on the device; a copy from the host could not be captured in a CUDA graph.
     c = a - 1 if isinstance(a, Tensor) else y.new_full((), a - 1)
     p = 1 / c
     steep = c > 1
@@ -317,14 +322,15 @@ def _guarded(gap: Tensor, a: Alpha, y: Tensor, n: int) -> Tensor:
         lo = torch.where(excess <= 0, y, lo)
         away = -torch.expm1(-c * (y * s).log()) * s / s1
         guess = torch.where(steep, y - excess / s1, y * (p * torch.log1p(-away)).exp())
-        # From above the root an iteration that turns has arrived; after a bisection it may come from below. Where
-        # slopes may be infinite a short step says nothing.
+        # An iteration from above the root has converged once a step changes sign; after a bisection it may come from
+        # below, so the size of the step is compared. If slopes may be infinite, a short step does not imply
+        # convergence, so the excess is compared.
         step = y - guess if i < _FAST_STEPS else (y - guess).abs() - 3 * eps * y
         far = torch.where(steep, excess.abs() > eps, step > eps * y)
         open_ = far & (hi - lo > eps * hi)
         if not _capturing(y) and not bool(open_.any()):
             break
-        # A step out of the bracket, or not half of the one before the last, is a bisection instead.
+        # A step out of the bracket, or longer than half of the step before the last, is replaced by a bisection.
         sound = (guess > lo) & (guess < hi) & ((guess - y).abs() <= 0.5 * before_last)
         if i < _FAST_STEPS:
             sound |= ~steep
@@ -335,29 +341,30 @@ def _guarded(gap: Tensor, a: Alpha, y: Tensor, n: int) -> Tensor:
 
 
 def _less_one(gap: Tensor, y: Tensor, c: Alpha, out: Tensor | None = None) -> Tensor:
-    """r - 1 of r = [1 - c (m - z) / y^c]_+, which is what has the digits where alpha is near 1."""
+    """r - 1 for r = [1 - c (m - z) / y^c]_+. For alpha near 1 r is close to 1, and r - 1 keeps more digits."""
     scale = (y.log() * -c).exp_()
     return torch.mul(gap, scale, out=out).clamp_min_(-1)
 
 
 def _power_of_one_and(less: Tensor, p: Alpha) -> Tensor:
-    """(1 + less)^p, over `less`."""
+    """(1 + less)^p, written over `less`."""
     return less.log1p_().mul_(p * _LOG2_E).exp2_()
 
 
 def _capturing(t: Tensor) -> bool:
-    """While a CUDA graph is captured nothing can be asked: every step of the guarded iteration is taken."""
+    """Whether a CUDA graph is being captured. The host cannot read results then, so the guarded iteration takes all its
+    steps."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _normalise_(p: Tensor) -> None:
-    """Rows to sum 1, which they miss by the rounding of y only."""
+    """Normalise rows to sum 1, which they miss only by the rounding of y."""
     total = p.sum(-1, keepdim=True)
     p.div_(total.masked_fill_(total == 0, 1))
 
 
 def _chunks(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Pieces of at most `limit` entries, rows (the last dimension) kept whole; sizes of 1 are broadcast."""
+    """Chunks of at most `limit` entries, with whole rows (the last dimension); dimensions of size 1 are broadcast."""
     shape = tensors[0].shape
     if tensors[0].numel() == 0:
         return

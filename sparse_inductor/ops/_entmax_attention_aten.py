@@ -1,8 +1,9 @@
-"""Entmax attention in chunked ATen: the CPU path, and what the kernels do not take.
+"""Entmax attention in chunked ATen: the CPU path, and the path for calls that the kernels do not support.
 
-A chunk is some heads by some queries with all their scores, never [B, H, Lq, Lk]. The queries of all heads that share
-keys are the rows of one product, so nothing is repeated for grouped queries. Of the forward only the largest
-probability is kept, one number a query: the backward recomputes a chunk's scores and has its probabilities at once.
+A chunk holds the scores of some heads and some queries, so the [B, H, Lq, Lk] scores are never materialized. The
+queries of all heads that share keys are the rows of one product, so grouped queries do not repeat keys. The forward
+saves only the largest probability of each query. From it the backward gets the probabilities of a chunk directly after
+recomputing its scores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from . import _entmax_aten as rows
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What turns products of queries and keys into scores and these into probabilities."""
+    """The operands that turn products of queries and keys into scores, and scores into probabilities."""
 
     bias: Tensor | None
     mask: Tensor | None
@@ -34,7 +35,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Sequences b, key heads h and queries i; their keys are the first ones."""
+    """A chunk of sequences b, key heads h and queries i. keys: the number of keys, from the first one."""
 
     b: slice
     h: slice
@@ -68,7 +69,7 @@ def forward(
         z, _ = _scores(_queries(q_, c, dt, t), kf, c, terms, q.shape[2], k.shape[2])
         c.take(y_).copy_(rows.solve_(z, _alpha(terms, c), undefined))
         c.take(out_).copy_(_product(z, vf))
-    alone = q.shape[2] - k.shape[2]  # queries that end before the first key
+    alone = q.shape[2] - k.shape[2]  # the number of queries that keep no key if causal
     if undefined and alone > 0 and t.causal and t.fill == -torch.inf:
         if undefined.startswith("refused") and q.is_cpu and q.numel():
             rows.refuse("a query has no keys")
@@ -79,7 +80,8 @@ def forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, t: Terms, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v, bias and alpha, each in its input's dtype, or None; y of `forward`, if it is known."""
+    """Gradients of q, k, v, bias and alpha, each in its input's dtype, or None. y: from `forward`, or None to solve the
+    probabilities again."""
     dt = compute_dtype(q, k, v, t.bias)
     inputs = (q, k, v, t.bias, t.alpha if isinstance(t.alpha, Tensor) else None)
     grads = [
@@ -150,7 +152,7 @@ def _alpha(t: Terms, c: _Chunk) -> Tensor | float:
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, dt: torch.dtype, t: Terms
 ) -> Iterator[tuple[_Chunk, Tensor, Tensor]]:
-    """Chunks with their keys [b * h, keys, D] and values [b * h, keys, Dv] in the arithmetic's dtype."""
+    """Yields chunks with their keys [b * h, keys, D] and values [b * h, keys, Dv] in the dtype of the arithmetic."""
     B, H, Lq, _ = q.shape
     Hkv, Lk = k.shape[1:3]
     if q.shape[:3].numel() == 0 or v.shape[-1] == 0 or Lk == 0:
@@ -168,7 +170,7 @@ def _chunks(
             )
             for i in range(0, Lq, limit):
                 last = min(i + limit, Lq)
-                # Keys after the last query's diagonal are dropped for all of the chunk.
+                # Keys after the diagonal of the last query are dropped for every query of the chunk.
                 keys = max(0, min(Lk, last + Lk - Lq)) if ends else Lk
                 if keys:
                     yield _Chunk(bs, hs, slice(i, last), keys), kf[:, :keys], vf[:, :keys]
@@ -180,7 +182,8 @@ def _queries(x: Tensor, c: _Chunk, dt: torch.dtype, t: Terms) -> Tensor:
 
 
 def _without_padding(x: Tensor, lengths: Tensor | None, b: slice, first: int = 0) -> Tensor:
-    """[b, ..., L, D] with zeros from each sequence's length on: whatever the padding holds, 0 times it is 0."""
+    """[b, ..., L, D] with zeros from each sequence's length on, since padding may hold inf or NaN and 0 times these is
+    NaN."""
     if lengths is None:
         return x
     positions = torch.arange(first, first + x.shape[-2], device=x.device).unsqueeze(-1)
@@ -203,7 +206,7 @@ def _transposed_product(x: Tensor, y: Tensor) -> Tensor:
 def _scores(
     q: Tensor, k: Tensor, c: _Chunk, t: Terms, Lq: int, Lk: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [b, h, G, i, keys], and where they do not depend on q, k and bias (None: nowhere)."""
+    """(scores [b, h, G, i, keys]; a mask of scores that do not depend on q, k and bias, or None if all depend)."""
     z = _product(q * t.scale, k.mT)
     if t.bias is not None:
         z += c.take(t.bias)[..., : c.keys]

@@ -1,8 +1,9 @@
-"""The SPLADE head in chunked ATen, without a [B, S, V] tensor: the CPU path, and on a GPU what the kernels do not take.
+"""The SPLADE head in chunked ATen, without a [B, S, V] tensor: the CPU path, and the path for calls that the kernels do
+not support on a GPU.
 
-Forward is the GEMM in tiles that stay in the cache, each reduced over its positions while it is there. Backward
-is two products with a sparse [B*S, V] matrix that has one entry for each active (sequence, vocabulary entry); on a GPU
-that matrix is dense, some columns at a time.
+The forward computes the GEMM in tiles that fit the cache and reduces each over its positions while it is cached. The
+backward is two products with a sparse [B*S, V] matrix that has one entry for each active (sequence, vocabulary entry).
+On a GPU that matrix is dense, and computed for some columns at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from ..aten.csr import csr
 from ..epilogue.plan import Lowered, Plan
 from ..epilogue.steps import Program, apply, dual, dual_parts, run
 
-# One tile of logits is this many tokens by columns: 4 MiB in fp32, about a core's share of the outer caches.
-# Smaller tiles make the GEMM itself slower, larger ones send the reduction to memory.
+# A tile of logits has _TOKENS by _COLUMNS elements: 4 MiB in fp32, about a core's share of the outer caches.
+# Smaller tiles make the GEMM itself slower; with larger tiles the reduction reads from memory.
 _TOKENS = 2048
 _COLUMNS = 512
-# Gradients of logits at a time where they are dense: 64 MiB in fp32.
+# Elements of a chunk of dense gradients of logits: 64 MiB in fp32.
 _DENSE = 1 << 24
-# Where gradients go that are divided among several positions: b, v, s and the gradient of the logit there.
+# Gradients that are divided among several positions: indices b, v and s, and the gradient of the logit at [b, s, v].
 Shares = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # hidden, weight and bias; and their gradients.
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -39,10 +40,10 @@ def forward(
     winner_dtype: torch.dtype | None,
     even: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as `kernels.splade_head_forward.forward` says.
+    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as in `kernels.splade_head.forward.forward`.
 
-    even: the gradient of a maximum that several positions share is divided among them. Where winner is the first of
-    several, s, it holds -2 - s.
+    even: the gradient of a maximum that several positions share is divided among them. If s is the first of several
+    such positions, winner holds -2 - s.
     """
     B, S, _ = hidden.shape
     V = weight.shape[0]
@@ -78,7 +79,7 @@ def forward(
 
 
 def _reduce(logits, bias, rows, part, low, general, want_winner, even):
-    """One tile [b, S, v] to values, winner and peak [b, v]."""
+    """Reduce one tile [b, S, v] to values, winner and peak [b, v]."""
     p = low.plan
     dropped = shift = None
     if low.add is not None:
@@ -86,12 +87,12 @@ def _reduce(logits, bias, rows, part, low, general, want_winner, even):
         dropped = add == float("-inf")
         shift = add.masked_fill(dropped, 0)
     fill = None if low.fill is None else low.fill[part, None].to(logits.dtype)
-    if p.drops_nan:  # a maximum of NaN is one
+    if p.drops_nan:  # a maximum would propagate NaN
         logits = logits.masked_fill(logits.isnan(), float("-inf"))
     fast = slow = None
     looks = looks_at(logits)
     if general is None or (p.hoists and not (looks and general.all())):
-        # Dropped logits are replaced, not shifted: a NaN in the padding is nobody's value.
+        # Dropped logits are replaced rather than shifted, because padding may hold NaN.
         z = logits if shift is None or (looks and not shift.any()) else logits + shift
         if dropped is not None and not (looks and not dropped.any()):
             z = z.masked_fill(dropped, float("-inf"))
@@ -114,7 +115,7 @@ def _reduce(logits, bias, rows, part, low, general, want_winner, even):
             sloped = at_bound(p, p.inner, z, [r[part] for r in rows]) & (y == top[:, None])
             winner = torch.where(sloped.any(1), sloped.byte().argmax(1), winner)
         peak = top if winner is None else z.gather(1, winner[:, None]).squeeze(1)
-        if even:  # all share what is no number, whatever their logits are
+        if even:  # all positions share a maximum of NaN, regardless of their logits
             peak = torch.where(top.isnan(), top, peak)
         winner = _marked(winner, y, top) if even and looks else winner
         slow = _finish(run(p.outer, top), peak, winner, top, fill, even, dropped)
@@ -129,7 +130,8 @@ def _max(y, want_winner):
 
 
 def _marked(winner, y, top):
-    """Positions [b, v] of maxima [b, v] over y [b, s, v]: -2 - s for the first, s, of several, and of a NaN."""
+    """Positions [b, v] of the maxima `top` [b, v] of y [b, s, v]. If several positions share a maximum, or if it is
+    NaN, the position s of the first is replaced by -2 - s."""
     equal = y == top[:, None]
     if winner is None or (equal.count_nonzero() == winner.numel() and not top.isnan().any()):
         return winner
@@ -139,7 +141,7 @@ def _marked(winner, y, top):
 def at_bound(
     p: Plan, program: Program, y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Where one of the plan's shared bounds is just reached."""
+    """A mask of the elements at which one of the plan's shared bounds is exactly reached."""
     found = torch.zeros_like(y, dtype=torch.bool)
     for step in program:
         if step in p.bounds:
@@ -149,8 +151,8 @@ def at_bound(
 
 
 def _at_bound(winner, bound, z, top, even, dropped):
-    """Positions [b, v] of maxima: where a maximum is just a bound, all of a sequence's positions share it, and the
-    first of them may have no slope."""
+    """Positions [b, v] of maxima, corrected for maxima that are equal to a bound: all positions of a sequence share
+    these, and the first of them may have slope 0."""
     if even:
         return torch.where(bound & (winner >= 0), -2 - winner, winner)
     first = torch.zeros_like(winner[:, :1]) if dropped is None else (~dropped).byte().argmax(1)
@@ -159,8 +161,8 @@ def _at_bound(winner, bound, z, top, even, dropped):
 
 
 def _finish(values, peak, winner, top, fill, even, dropped):
-    """Let dropped positions have their say: they win where their value is larger or nothing else is there, and share
-    the maximum, or have it where they come first, where it is the same."""
+    """Include dropped positions, with their value `fill`, in the maximum. They win if the fill is larger or if all
+    positions are dropped. If it equals the maximum, they share it (`even`), or win if they come first."""
     if fill is None or dropped is None:
         return values, winner, peak
     empty = dropped.all(1)
@@ -192,7 +194,7 @@ def backward(
         slope = _slopes(grad, rows, low, winner, peak)
         return _from_columns(slope, winner, None, of, needs)
     tied = winner < -1
-    # Where the gradient is not finite, so is 0 times it, which all others get.
+    # If the gradient is not finite, the other positions get 0 times it, which is NaN.
     all_get_one = ~grad.isfinite() if even else torch.zeros_like(tied)
     some = bool((tied | all_get_one).any())
     if some:
@@ -200,7 +202,8 @@ def backward(
     slope = _slopes(grad, rows, low, winner, peak)
     shares = None
     if some:
-        # One that is as low as can be is shared by many, none of which has a slope (but see `_at_bound`).
+        # A maximum equal to the program's lowest value is shared by many positions, all with slope 0 (but see
+        # `_at_bound`), so it needs no shares.
         p = low.plan
         lowest = run(p.scalar, peak.new_full((), float("-inf")))
         tied &= (slope != 0) | peak.isnan() | (run(p.scalar, peak) != lowest)
@@ -211,7 +214,7 @@ def backward(
     return (_from_entries if finite else _from_columns)(slope, winner, shares, of, needs)
 
 
-# How far from the maximum a position may be that shares it, relative to both: what fp64 makes of equal products.
+# The largest relative distance to the maximum at which a position shares it: the rounding of equal products in fp64.
 _SHARES_IT = 1e-12
 
 
@@ -223,9 +226,10 @@ def _shares(
     low: Lowered,
     winner: torch.Tensor,
 ) -> Shares | None:
-    """What each position has that shares the maximum of an entry of `tied` [B, V]; None where none does.
+    """The gradients of all positions that share the maximum of an entry of `tied` [B, V]; None without any.
 
-    Logits are computed again, in fp64: those that are equal by chance, to fp32, go to the larger one.
+    Logits are recomputed in fp64, so that of logits that are equal only after rounding to fp32, the larger one gets the
+    gradient.
     """
     hidden, weight, bias = of
     S = hidden.shape[1]
@@ -258,7 +262,7 @@ def _slopes(
     winner: torch.Tensor,
     peak: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient [B, V] of the winning logits; 0 where none takes part."""
+    """The gradient [B, V] of the winning logits; 0 without a winning logit."""
     g = grad.to(peak.dtype)
     p = low.plan
     if p.hoists:
@@ -285,8 +289,8 @@ def _from_columns(
     of: Inputs,
     needs: Sequence[bool],
 ) -> Gradients:
-    """Two products with the gradient of all logits, some columns of the vocabulary at a time: 0 times what is not
-    finite is NaN."""
+    """Two products with the dense gradient of the logits, some columns of the vocabulary at a time. Used for operands
+    that are not finite, because 0 times them is NaN, and on a GPU."""
     hidden, weight, bias = of
     B, S, D = hidden.shape
     V = weight.shape[0]
@@ -324,7 +328,7 @@ def _from_entries(
     of: Inputs,
     needs: Sequence[bool],
 ) -> Gradients:
-    """Two products with the sparse matrix of the active entries, and of the `shares` that others have."""
+    """Two products with the sparse matrix of the active entries and of `shares`."""
     hidden, weight, bias = of
     b, v = (slope != 0).nonzero(as_tuple=True)
     s, g = winner[b, v].long(), slope[b, v]
@@ -339,12 +343,12 @@ def _from_entries(
     if needs[1]:
         d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D), weight.dtype)
     if needs[2] and bias is not None:
-        # One thread adds to a vector, in order.
+        # Deterministic: for a vector `index_add_` runs in one thread, in order.
         d_bias = g.new_zeros(V).index_add_(0, v, g).to(bias.dtype)
     return d_hidden, d_weight, d_bias
 
 
-# Rows of a gradient made at a time: the product allocates its result twice, so it is kept to a few MiB.
+# Rows of a gradient that are computed at a time. The product allocates its result twice, so this keeps it to a few MiB.
 _GRADIENT_ROWS = 2048
 
 
@@ -356,7 +360,7 @@ def _scatter_rows(
     table: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """out[row[i]] += value[i] * table[col[i]] as products with a CSR matrix; [n, D], deterministic."""
+    """out[row[i]] += value[i] * table[col[i]], out [n, D], as products with CSR matrices; deterministic."""
     order = torch.argsort(row, stable=True)
     col, value = col[order], value[order]
     start = torch.zeros(n + 1, dtype=torch.int64, device=row.device)

@@ -1,4 +1,4 @@
-"""The best of several processes' best: each makes keys of its results, and merges everybody's."""
+"""The top k over several processes: each process converts its results to keys and merges the keys of all processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from torch import Tensor
 from ..aten.top import keys_with_ids, scores_and_ids
 from ..layers import Operator, has_kernels, launches
 
-_NONE = torch.iinfo(torch.int64).min  # the key of no document
+_NONE = torch.iinfo(torch.int64).min  # the key of an empty place in the results
 
 
 def keys(scores: Tensor, ids: Tensor, first: int) -> Tensor:
-    """int64 keys [B, k] of results whose documents have `first` before them: they sort as (score, lowest id first)."""
+    """int64 keys [B, k] of results. A larger score, or the lower id of equal scores, has the larger key.
+
+    first: the number of documents in the preceding processes, which is added to the ids.
+    """
     return _run(_KEYS, scores, ids, first)
 
 
 def merged(keys: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and ids [B, k] of the best of keys [world, B, k]; own: this process's scores [B, k]."""
+    """Scores and ids [B, k] of the k best of keys [world, B, k]. own: this process's scores [B, k]."""
     return _run(_MERGED, keys, own)
 
 
 def _run(operator: Operator, t: Tensor, *rest: Any) -> Any:
-    # Dynamo traces ATen.
+    # While compiling, Dynamo traces the ATen implementation.
     if has_kernels(t) and not torch.compiler.is_compiling():
         return operator.run(operator.fn, (t, *rest))
     return operator.fn(t, *rest)
@@ -48,7 +51,7 @@ def _merged(keys: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     none = best == _NONE
     found, ids = scores_and_ids(best)
     found = found.masked_fill(none, float("-inf"))
-    # A query that is not finite is so on every process.
+    # A query that is not finite has NaN scores in every process.
     return found.masked_fill(own.isnan(), float("nan")), ids.masked_fill(none, -1)
 
 

@@ -1,8 +1,8 @@
-"""ATen implementation of the ReLU feed-forward block: the CPU path, fp64, and the reference of the kernels.
+"""ATen implementation of the ReLU feed-forward block: the CPU path, fp64, and the reference for the kernels.
 
-Rows are taken a chunk at a time, so no [M, N] tensor exists. Few rows with few active neurons read only those neurons'
-weights. What the backward needs is packed: up to `cap` active neurons a row; a row with more keeps nothing and is
-computed again. On a GPU all weights are read, and nothing is packed.
+Rows are computed in chunks, so no [M, N] tensor is materialized. For few rows with few active neurons only the weights
+of those neurons are read. For the backward up to `cap` active neurons per row are packed; a row with more saves nothing
+and is recomputed. On a GPU all weights are read, and nothing is packed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..epilogue.steps import Program, dual_parts, run
 
 # Elements of a chunk of hidden activations: 16 MiB of fp32, so that a chunk stays in a last-level cache.
 _CHUNK = 1 << 22
-# Rows of a decoding step, and the share of neurons active in any of them, up to which gathering their weights is
-# faster than reading all of them (2 cores, fp32: crossing at about 0.25).
+# The largest number of rows, and the largest share of neurons that are active in any of them, for which gathering
+# weights is faster than reading all of them (2 cores, fp32: break-even at about 0.25).
 _DECODE_ROWS, _DECODE_SHARE = 8, 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Weights and programs of a block. gate, up: [N, K]; down: [D, N]; `zero_threshold` as in `epilogue`, or in its
-    place `thresholds` [N]."""
+    """Weights and programs of a block. gate, up: [N, K]; down: [D, N]. A neuron is inactive up to `zero_threshold` (see
+    `epilogue`), or up to its element of `thresholds` [N] if these are given."""
 
     gate: Tensor
     gate_bias: Tensor | None
@@ -43,8 +43,9 @@ class Block:
     thresholds: Tensor | None = None
 
     def active(self, gate: Tensor) -> Tensor:
-        """Where the gate is above its threshold, or NaN. A comparison rounds a number to the tensor's dtype, and zeros
-        of a clamp at 0, which passes their gradient on, are to stay above it."""
+        """Mask of the gate values that are above their threshold, or NaN. A comparison rounds the threshold to the
+        tensor's dtype, so a non-zero threshold is lowered for 16 bits. Zeros of a clamp at 0, which passes their
+        gradient on, thus stay above it."""
         if self.thresholds is not None:
             return ~(gate <= self.thresholds)
         at = self.zero_threshold
@@ -54,16 +55,16 @@ class Block:
         return ~(gate <= at)
 
     def wide(self, x: Tensor) -> Tensor:
-        """fp32 for the elementwise arithmetic, fp64 for fp64."""
+        """x in the dtype of the elementwise arithmetic: fp32, or fp64 for fp64."""
         return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty without a gate.
+    """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty if the block has none.
 
-    A row with count > cap has nothing stored, nor has one that is not finite. popular: [P] int64, neurons that are not
-    among them; popular_gate, popular_up: [M, P], their projections, of rows that are packed.
+    Rows with count > cap and rows that are not finite store nothing. popular: [P] int64, neurons that are computed
+    densely and are not part of index; popular_gate, popular_up: [M, P], their projections in packed rows.
     """
 
     count: Tensor
@@ -79,22 +80,23 @@ class Packed:
         return self.index.shape[1]
 
     def without_popular(self) -> None:
-        """Have some neurons be the popular ones that are active nowhere."""
+        """Mark popular neurons as unused: fill in arbitrary neurons that are inactive in every row."""
         if len(self.popular):
             torch.arange(len(self.popular), out=self.popular)
             self.popular_gate.fill_(-math.inf)
 
 
 class Statistics(NamedTuple):
-    """stats [4, M] of the tokens, [5, M] with a weight [N]: of f(gate) the sum of |a| and the number of non-zeros, the
-    same of h, the sum of h * weight. counts [N] zeros, or None: at how many tokens h of a neuron is not 0."""
+    """Statistics of a call. stats [4, M], or [5, M] with a weight [N]: the sum of |a| and the number of non-zeros of
+    a = f(gate), the same two of h, and the sum of h * weight. counts [N], or None: for each neuron the number of tokens
+    at which h is not 0, added to the initial zeros."""
 
     stats: Tensor
     weight: Tensor | None
     counts: Tensor | None
 
     def fill(self, part: slice, a: Tensor, h: Tensor) -> None:
-        """Of some rows, from a and h [m, N]."""
+        """Write the statistics of some rows, from a and h [m, N], and add to the counts."""
         for row, t in ((0, a), (2, h)):
             self.stats[row, part] = t.abs().sum(1).to(self.stats.dtype)
             self.stats[row + 1, part] = (t != 0).sum(1).to(self.stats.dtype)
@@ -105,7 +107,7 @@ class Statistics(NamedTuple):
 
 
 def forward(x: Tensor, b: Block, stats: Statistics | None, packed: Packed | None) -> Tensor:
-    """y [M, D]; fills `stats` and `packed` where they are given."""
+    """y [M, D]; fills `stats` and `packed` if they are given."""
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
     if packed is not None:
@@ -122,7 +124,7 @@ def _rows(
 ) -> Tensor:
     gate = F.linear(x, b.gate, b.gate_bias)
     if packed is None and stats is None and len(x) <= _DECODE_ROWS and looks_at(x):
-        top = gate if len(x) == 1 else gate.amax(0, keepdim=True)  # a NaN stays
+        top = gate if len(x) == 1 else gate.amax(0, keepdim=True)  # propagates NaN
         columns = b.active(top[0]).nonzero().squeeze(1)
         if len(columns) <= _DECODE_SHARE * b.gate.shape[0]:
             return _few(x, gate, columns, b)
@@ -143,7 +145,7 @@ def _rows(
 
 
 def _activated(b: Block, gate: Tensor) -> Tensor:
-    """f(gate), 0 where it is not active; a rectifier is written over it: a chunk is touched once less."""
+    """f(gate), 0 for inactive neurons. A leading ReLU runs in place, which saves one pass over the chunk."""
     y, f = b.wide(gate), b.f
     if b.thresholds is not None:
         return torch.where(b.active(gate), run(f, y), 0.0)
@@ -153,7 +155,7 @@ def _activated(b: Block, gate: Tensor) -> Tensor:
 
 
 def _few(x: Tensor, gate: Tensor, columns: Tensor, b: Block) -> Tensor:
-    """A few rows: only the weights of `columns`, the neurons active in any of them."""
+    """y of a few rows, reading only the weights of `columns`, the neurons that are active in any of the rows."""
     h = run(b.f, b.wide(gate.index_select(1, columns)))
     if b.thresholds is not None:
         h = torch.where(b.active(gate).index_select(1, columns), h, 0.0)
@@ -165,18 +167,19 @@ def _few(x: Tensor, gate: Tensor, columns: Tensor, b: Block) -> Tensor:
 
 
 def _columns(weight: Tensor, columns: Tensor) -> Tensor:
-    """weight[:, columns]. ATen's index_select takes single elements of a matrix that lies by columns, 57 ms of a block
-    of 4 where its rows take 0.3; and of one by rows it takes longer than gather, up to twice."""
+    """weight[:, columns]. On a column-major matrix `index_select` copies single elements, which takes 57 ms where
+    selecting rows of the transpose takes 0.3 ms, in a block of 4 ms. On a row-major matrix it takes up to twice as long
+    as `gather`."""
     if weight.stride(1) == 1:
         return weight.gather(1, columns.expand(len(weight), -1))
     found = weight.t().index_select(0, columns).t()
-    # Products of 16-bit matrices that lie so take up to ten times as long.
+    # Products of 16-bit column-major matrices take up to ten times as long.
     return found if found.element_size() > 2 else found.contiguous()
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """Rows with an element that is not finite, or whose sum is not: 0 times what they hold is NaN, so no neuron of
-    theirs is left out, of inputs as of gradients."""
+    """Mask of the rows of inputs or gradients with a sum that is not finite. 0 times such an element is NaN, so all
+    neurons of these rows are computed."""
     return ~x.sum(1).isfinite()
 
 
@@ -196,8 +199,8 @@ def _pack(active: Tensor, gate: Tensor, up: Tensor | None, packed: Packed, part:
 def _unpack(
     x: Tensor, b: Block, packed: Packed, part: slice, d_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(active, gate, up) [m, N] of a chunk of rows, computed again where they were not stored, or where the gradients
-    of their activations, `d_rows`, are not finite."""
+    """(active, gate, up) [m, N] of a chunk of rows. Rows are recomputed if they were not stored, or if the gradients of
+    their activations, `d_rows`, are not finite."""
     if not looks_at(x):
         gate = F.linear(x, b.gate, b.gate_bias)
         up = None if b.up is None else F.linear(x, b.up, b.up_bias)
@@ -245,8 +248,8 @@ def backward(
     needs: Sequence[bool],
     column_major: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of a statistic's weight in their dtypes; None
-    where not needed. column_major: which of those of gate, up and down lie by columns in memory."""
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and stat_weight in their dtypes; None if not
+    needed. column_major: whether the gradients of gate, up and down are column-major."""
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias, weight)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = [
@@ -286,7 +289,8 @@ def _slopes(
     packed: Packed,
     part: slice,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradients of both projections and the product h, [m, N] in the dtype of x, of a chunk of rows."""
+    """(gradient of the gate projection, gradient of the up projection or None, h) of a chunk of rows, [m, N] in the
+    dtype of x."""
     dh = b.wide(dy @ b.down)
     d_rows = dh if d_stats is None else torch.cat([dh, d_stats.t().to(dh.dtype)], 1)
     active, gate, up = _unpack(x, b, packed, part, d_rows)

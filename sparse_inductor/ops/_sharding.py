@@ -1,9 +1,10 @@
-"""Operators on DTensors: how the work of one is spread over a device mesh.
+"""Operators on DTensors: sharding rules for a device mesh.
 
-A rule says, as einsum does, which dimensions of the tensors are the same ("B" the batch, "V" the vocabulary), and
-which of them may be spread. Spread over B, every tensor with a B is sharded there and the others are replicated; a
-result without a B is then a partial sum where the rule says so (gradients), else replicated. For each dimension of the
-mesh the way that moves the fewest elements is taken; what is sharded otherwise, such as a sequence, is gathered.
+A rule labels the dimensions of the tensors with letters, as einsum does ("B" the batch, "V" the vocabulary), and says
+which letters may be sharded. If B is sharded, every tensor with a B is sharded in that dimension and the others are
+replicated; a result without a B is then a partial sum if the rule says so (gradients), else replicated. For each
+dimension of the mesh the choice that moves the fewest elements is taken. A dimension that is sharded in another way,
+such as a sequence, is gathered.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-# A letter for each dimension, "" for one that is never spread; several where a dimension of something opaque (saved by
-# the forward for its own backward) is taken as spread over each of them.
+# A letter for each dimension, "" for a dimension that is never sharded. Several letters mean that the dimension is
+# sharded with each of them; this is for opaque tensors that the forward saves for its backward.
 Dims = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one call may be spread.
+    """A sharding rule for one call.
 
-    inputs: letters of each tensor argument, in the order of the schema (None where there is no tensor).
-    outputs: letters of each resulting tensor (None for a gradient of no tensor); for a list of unknown length the last
-        entry counts for the rest.
-    ways: the sets of letters that may be spread over one dimension of the mesh.
-    sums: whether a result without the letter is a partial sum. even: letters whose sizes must divide evenly.
-    skip, deciding: the tensor arguments that the choice looks at, from which on and how many: a backward chooses what
-        its forward chose, from the same arguments.
+    inputs: letters of each tensor argument, in the order of the schema (None if the argument is None).
+    outputs: letters of each resulting tensor (None for the gradient of an absent tensor); for a list of unknown length
+        the last entry applies to the rest.
+    ways: the sets of letters that may be sharded over one dimension of the mesh.
+    sums: whether a result without the letter is a partial sum. even: letters with sizes that must divide evenly.
+    skip, deciding: the index of the first tensor argument that the choice depends on, and the number of such arguments.
+        A backward depends on its forward's arguments only, so that it makes the same choice.
     """
 
     inputs: tuple[Dims | None, ...]
@@ -49,8 +50,8 @@ class Rule:
         saved: Sequence[Dims | None],
         results: Sequence[Dims | None],
     ) -> Rule:
-        """The rule of the backward of such a call, which takes gradients, the inputs and what was saved, and whose
-        results are the gradients of some inputs."""
+        """The rule of this call's backward, which takes gradients, the inputs and saved tensors, and returns the
+        gradients of some inputs."""
         return dataclasses.replace(
             self,
             inputs=(*grads, *self.inputs, *saved),
@@ -62,7 +63,7 @@ class Rule:
 
 
 def dims(t: Tensor | None, letters: str) -> Dims | None:
-    """The letters of a tensor that broadcasts: aligned at the right, "" where it has size 1; "." is never spread."""
+    """The letters of a tensor that broadcasts: aligned at the right, "" for size 1. "." is never sharded."""
     if t is None:
         return None
     named = letters[len(letters) - t.dim() :]
@@ -72,12 +73,12 @@ def dims(t: Tensor | None, letters: str) -> Dims | None:
 
 
 def whole(*args: Any) -> Rule:
-    """The rule of an operator of whole tensors, which every process computes by itself."""
+    """The rule of an operator that every process computes on whole tensors."""
     return Rule(tuple(dims(t, "." * t.dim()) for t in args if isinstance(t, Tensor)), (("",),), ())
 
 
 def share(lib: torch.library.Library, op: str, rule: Callable[..., Rule]) -> None:
-    """Registers `rule`, which takes what the operator takes, for DTensors."""
+    """Registers `rule`, which takes the operator's arguments, for DTensors."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.tensor import DTensor
@@ -120,9 +121,9 @@ def _spread(op: str, func: Any, args: Any, kwargs: Any, rule: Callable[..., Rule
 
 
 def _part(t: Any, placements: list[Any]) -> Tensor:
-    """This process's part of a DTensor that is placed so."""
+    """This process's part of a DTensor after redistribution to `placements`."""
     if list(t.placements) != placements:
-        # Autograd is above this; in torch 2.11 `redistribute` fails below it for what requires a gradient.
+        # This runs below autograd, where `redistribute` of torch 2.11 fails for a tensor that requires a gradient.
         t = t.detach().redistribute(placements=placements)
     return t.to_local()
 
@@ -130,7 +131,7 @@ def _part(t: Any, placements: list[Any]) -> Tensor:
 def _choose(
     rule: Rule, inputs: list[Dims], tensors: list[Any], mesh: Any, sizes: dict[str, Any]
 ) -> list[str]:
-    """For each dimension of the mesh the letters it is spread over, "" where everybody does everything."""
+    """The letters that are sharded over each dimension of the mesh, "" if all its processes do the same work."""
     chosen: list[str] = []
     looked_at = slice(rule.skip, rule.deciding and rule.skip + rule.deciding)
     for at in range(mesh.ndim):
@@ -163,7 +164,7 @@ def _placed(letters: Dims, way: str) -> Any:
 
 
 def _moved(t: Any, now: Any, wanted: Any) -> float:
-    """About how many elements are sent to place a tensor otherwise."""
+    """The approximate number of elements that are sent to change a tensor's placement."""
     if now == wanted:
         return 0
     if now.is_replicate():
@@ -202,7 +203,7 @@ def _wrap(
 
 
 def _like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor of this shape whose dimensions lie in memory as those of `local` do."""
+    """Strides of a dense tensor of this shape, with dimensions in the memory order of `local`."""
     strides = [1] * len(shape)
     step = 1
     for i in sorted(range(len(shape)), key=lambda i: (local.stride(i), -i)):

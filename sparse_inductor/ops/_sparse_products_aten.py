@@ -1,8 +1,7 @@
-"""ATen implementation of products with a matrix that is mostly zeros: the CPU path, fp64, and the reference of the
-kernels.
+"""ATen implementation of products with a mostly zero matrix: the CPU path, fp64, and the reference for the kernels.
 
-Where the host may look, few entries are sums of bags of an embedding, in one order, in fp32 for 16 bits; many of them
-are a dense product.
+With few entries, and if the host may read the data, a product is an `embedding_bag` with sums in a fixed order, in fp32
+for 16-bit operands. Otherwise it is a dense product.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from torch import Tensor
 
 from ..aten import looks_at
 
-# Elements for each one that is not zero, from which on bags are faster than a dense product (fp32, AMD EPYC).
+# The ratio of elements to non-zeros from which on `embedding_bag` is faster than a dense product (fp32, AMD EPYC).
 _SPARSE = 32
 
 
 def capacity(N: int) -> int:
-    """Entries of a row that kernels pack: several times those of rows that are worth it."""
+    """The number of entries per row that kernels pack: several times the count up to which packing pays off."""
     return min(-(-N // 32) * 32, max(64, -(-N // (64 * 32)) * 32))
 
 
 def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(row, column) of each entry, by row; None where they are many, none, or the host may not look, and where they are
-    multiplied by what is not finite, which is NaN times a 0, too."""
+    """(row, column) of each entry, by row. None, for a dense product, if there are many entries or none, if the host
+    may not read the data, or if `other` is not finite, because 0 times such an element is NaN."""
     if not looks_at(h) or not 0 < h.count_nonzero() <= h.numel() // _SPARSE:
         return None
     if not other.sum().isfinite():
@@ -34,7 +33,7 @@ def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _sums(values: Tensor, table: Tensor, at: Tensor, bags: Tensor, number: int) -> Tensor:
-    """For each bag the sum of value * table[at] over its entries; bags: that of each entry, in order."""
+    """The sum of value * table[at] over the entries of each bag. bags: the bag of each entry, in ascending order."""
     starts = torch.searchsorted(bags, torch.arange(number, device=bags.device))
     return F.embedding_bag(
         at, table.contiguous(), starts, mode="sum", per_sample_weights=values.contiguous()

@@ -2,8 +2,8 @@
 
     p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1)),    tau such that sum_i p_i = 1
 
-with tau solved to the precision of the arithmetic for every row. Two dispatcher operators make it up: `entmax`,
-which a rewrite puts in, and `entmax_backward`, which needs the probabilities and nothing else.
+tau is solved to the precision of the arithmetic for every row. There are two dispatcher operators: `entmax`, which a
+rewrite inserts, and `entmax_backward`, which needs the probabilities only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from ._dispatch import (
 )
 from ._sharding import Rule, dims
 
-# What becomes of a row whose maximum is no number, on a CPU: '' has zeros for one of -inf, and NaN for others; 'nan'
-# NaN for all of them; 'refused' raises, as indexing with what a sort of such a row gives does. 'nan absorbed' and
-# 'refused absorbed' do so, too, with a maximum so large that 1 less is the same. With any but '' no row is empty.
+# The result of the ATen implementation for a row whose maximum m is not finite; the kernels always implement ''.
+#   ''         zeros for m = -inf, NaN for +inf and NaN
+#   'nan'      NaN
+#   'refused'  raises an error on a CPU, like a program that indexes with the result of sorting such a row
+# 'nan absorbed' and 'refused absorbed' also apply to m so large that (alpha - 1) m - 1 rounds to (alpha - 1) m. Any
+# value other than '' requires rows with at least one score.
 UNDEFINED = "str undefined=''"
 _lib = define(
     f"entmax(Tensor x, Tensor? alpha, float alpha_value, int dim, {UNDEFINED}) -> Tensor",
@@ -40,11 +43,11 @@ def entmax(x: Tensor, alpha: float | Tensor = 1.5, dim: int = -1) -> Tensor:
     """Sparse probabilities along `dim`: softmax as alpha goes to 1, entmax-1.5, sparsemax at 2.
 
     Args:
-        x: scores of any shape and strides; fp32, fp16, bf16 or fp64. Arithmetic is fp32 (fp64 for fp64).
-        alpha: above 1; a number, or a tensor that broadcasts to x and has size 1 at `dim` (one alpha a head,
-            say), which may require a gradient. Entries of a tensor are not checked: at or below 1 the row is
-            undefined.
-        dim: the dimension whose sums are 1.
+        x: scores of any shape and strides; fp32, fp16, bf16 or fp64. Arithmetic is fp32 (fp64 for fp64 inputs).
+        alpha: above 1; a number, or a tensor that broadcasts to x and has size 1 at `dim` (for example one alpha per
+            head), which may require a gradient. Entries of a tensor are not checked: if one is at or below 1, the
+            result for its rows is undefined.
+        dim: the dimension along which the probabilities sum to 1.
 
     Returns:
         Probabilities of the shape and dtype of x. A row of -inf gives zeros, a row with NaN or +inf gives NaN.
@@ -98,7 +101,7 @@ def _full(alpha: Tensor | None, alpha_value: float, x: Tensor) -> Tensor | float
 
 
 def _rows(x: Tensor):
-    """What computes the rows of x: the kernels where they apply, else chunked ATen."""
+    """The module that computes the rows of x: the kernels if they support x, else chunked ATen."""
     if not launches(x):
         return aten
     from ..kernels.entmax import rows as kernels
@@ -153,7 +156,7 @@ def _fake_backward(grad, y, alpha, alpha_value, dim, needs):
     return dx, d_alpha
 
 
-# Spread over any dimension but the one whose sums are one.
+# Can be sharded over any dimension but `dim`.
 
 
 def _letters(x, dim) -> str:

@@ -3,10 +3,10 @@
     scores = scale * q k^T + bias, then `fill` where the mask or causality drops a key
     p = [(alpha - 1) scores - tau]_+^(1 / (alpha - 1)),    out = p v
 
-Three dispatcher operators make it up:
+There are three dispatcher operators:
 
-    entmax_attention            what a rewrite puts in; keeps nothing for a backward
-    entmax_attention_train      also returns what the backward needs: a few numbers a query
+    entmax_attention            inserted by a rewrite; saves nothing for a backward
+    entmax_attention_train      also returns a few numbers per query for the backward
     entmax_attention_backward   gradients of q, k, v, bias and alpha
 """
 
@@ -45,7 +45,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alpha, Tensor? query_lengths,"
     " Tensor? key_lengths"
 )
-# No fill is -inf, a number that an AOTInductor package cannot hold.
+# A fill of None stands for -inf, which an AOTInductor package cannot store.
 _NUMBERS = "float alpha_value, float scale, float? fill, bool causal, bool added"
 _Call = arguments(f"{_INPUTS}, {_NUMBERS}, {UNDEFINED}")
 _lib = define(
@@ -75,25 +75,25 @@ def entmax_attention(
 
     Args:
         q: queries [B, H, Lq, D], or [B, Lq, D] (one head); fp32, fp16, bf16 or fp64; any strides.
-        k: keys [B, Hkv, Lk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
+        k: keys [B, Hkv, Lk, D], where H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
         v: values [B, Hkv, Lk, Dv].
         alpha: above 1; a number, or a tensor that broadcasts to [B, H, Lq, 1] and may require a gradient.
-            Entries of a tensor are not checked: at or below 1 a row is undefined.
-        scale: what the products q k^T are multiplied by; default D ** -0.5.
+            Entries of a tensor are not checked: if one is at or below 1, the result for its rows is undefined.
+        scale: factor of the products q k^T; default D ** -0.5.
         mask: bool, broadcasts to [B, H, Lq, Lk], True where a key is kept.
         bias: floating, broadcasts to [B, H, Lq, Lk], added to the scores; may require a gradient.
-        causal: query i keeps the keys j <= i + Lk - Lq: both sequences end together.
-        fill: the score of keys that `mask` or `causal` drop. A finite one takes part like any score: a query
+        causal: query i keeps the keys j <= i + Lk - Lq, that is, the last query is aligned with the last key.
+        fill: the score of keys that `mask` or `causal` drop. A finite fill is treated like any other score: a query
             that keeps no key averages all values.
-        added: the fill was added to these scores, which are lost in it: they pass their gradient on to q, k and
-            bias. Where the fill is that low, it tells in queries that keep no key alone.
-        query_lengths: [B] integers; queries from there on are padding and give zeros.
-        key_lengths: [B] integers; keys from there on are padding and are never seen.
+        added: the program adds the fill to the dropped scores, which vanish in the sum by rounding; so dropped scores
+            pass their gradient on to q, k and bias. With such a low fill this affects only queries that keep no key.
+        query_lengths: [B] integers; queries at or after this position are padding and give zeros.
+        key_lengths: [B] integers; keys at or after this position are padding and are ignored.
 
     With 3-D inputs mask, bias and alpha have no head dimension either.
 
     Returns:
-        [B, H, Lq, Dv] (or [B, Lq, Dv]) in the dtype of q. Scores and probabilities are fp32 (fp64 for fp64). A
+        [B, H, Lq, Dv] (or [B, Lq, Dv]) in the dtype of q. Scores and probabilities are fp32 (fp64 for fp64 inputs). A
         query whose scores are all -inf gives zeros and no gradient; NaN in a query's scores gives NaN.
 
     Raises:
@@ -128,7 +128,7 @@ def entmax_attention(
 
 
 def _four(name: str, t: Tensor | None, flat: bool) -> Tensor | None:
-    """What broadcasts to [B, H, .., ..] with all four dimensions; `flat`: it has no head dimension."""
+    """Reshape a tensor that broadcasts to [B, H, .., ..] to four dimensions. flat: it has no head dimension."""
     if t is None:
         return None
     most = 3 if flat else 4
@@ -179,7 +179,8 @@ def _check(c) -> None:
 
 
 def _kernels(c):
-    """The kernels' module and the terms by name where they apply, else None; and what chunked ATen takes."""
+    """(the kernels' module, or None if it does not support the call; its keyword arguments; the terms for chunked
+    ATen)."""
     named = {name: getattr(c, name) for name in c._fields[3:-1]}
     if c.fill is None:
         named["fill"] = -math.inf
@@ -208,7 +209,8 @@ def _forward(c, training):
             return out, (y,)
         if launches(q):
             return kernels.forward(q, k, v, **named, training=training)
-        # What kernels save is promised: `_backward` does without.
+        # The fake implementation promises the tensors that kernels save, so return them uninitialized; `_backward` does
+        # not read them.
         out, _ = aten.forward(q, k, v, terms, undefined)
         return out, kernels.saved_like(q, k, v, **named) if training else ()
 
@@ -248,7 +250,7 @@ class _EntmaxAttention(torch.autograd.Function):
     @staticmethod
     @first_order("entmax_attention")
     def backward(ctx, grad):
-        saved = ctx.saved_tensors  # once: checkpointing hands each out a single time
+        saved = ctx.saved_tensors  # read once: checkpointing allows a single access
         *inputs, out = saved[:9]
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
         grads = torch.ops.sparse_inductor.entmax_attention_backward(
@@ -277,7 +279,7 @@ def _fake_backward(grad, *call):
     return fake_gradients((c.q, c.k, c.v, c.bias, c.alpha), call[-1], c.q)
 
 
-# Spread over the batch or over the heads; a head of keys goes with the heads of queries that read it.
+# Can be sharded over the batch or over the heads; a key head stays with the query heads that read it.
 
 
 def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
@@ -288,7 +290,7 @@ def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
         *(dims(t, "BH..") for t in (bias, mask, alpha)),
         *(dims(t, "B") for t in (query_lengths, key_lengths)),
     )  # fmt: skip
-    saved = (queries,) * 6 + (keys,)  # see kernels.entmax_attention.saved_like
+    saved = (queries,) * 6 + (keys,)  # see kernels.entmax_attention.attention.saved_like
     return Rule(inputs, saved, ("B", "HG"), even="HG")
 
 

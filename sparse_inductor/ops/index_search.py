@@ -1,14 +1,14 @@
-"""Search of a `SparseIndex` as one operator, so that it can stand in a compiled program.
+"""Search of a `SparseIndex` as one operator, so that a compiled program can contain it.
 
     index_search(query [B, V], postings, counts, barred, k) -> (scores [B, k], ids [B, k])
     index_search_live(query [B, V], index, k, allow, deny)
 
-`barred` [N], or [B, N] with a row for each query, marks the documents that are in no result.
-`postings` holds three tensors a segment on a CPU: offsets [V + 1], docs, weights. On a GPU see
+`barred` [N], or [B, N] with a row for each query, marks documents that are excluded from the results.
+`postings` holds three tensors per segment on a CPU: offsets [V + 1], docs, weights. For the layout on a GPU see
 `sparse_inductor.kernels.sparse_scores.search`.
 
-The second searches what an index holds when it is called. A compiled program names the index alone, by a tensor that
-`enrol` gave it, and so stays as it is while documents come and go.
+`index_search_live` searches the contents of an index at the time of the call. A compiled program refers to the index by
+a tensor from `enrol`, so it needs no recompilation when documents are added or removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _lib = define(
     "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor barred, SymInt k) -> (Tensor, Tensor)",
 )
-# What an index holds is no operand: two calls may differ, none may become a constant, and a CUDA graph would keep
-# reading what the index held when it was captured.
+# The contents of an index are no operands: two calls with the same operands may differ, no call may be folded into a
+# constant, and a CUDA graph would keep reading the contents from the time of its capture.
 _lib.define(
     "index_search_live(Tensor query, Tensor index, SymInt k, Tensor? allow=None, Tensor? deny=None) "
     "-> (Tensor, Tensor)",
@@ -43,23 +43,23 @@ _lib.define(
     ),
 )
 
-_SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of the time of a full selection
+_SAMPLE = 8192  # scores in the sample that estimates the k-th score: a fortieth of the time of a full selection
 
 
-_APART = 1 << 14  # documents from which a thread's work outweighs handing it over
-# Documents of a collection from which C++ is worth compiling at once; and those that all queries of a process have
-# scored: ATen has taken a second for them.
+_APART = 1 << 14  # the smallest number of documents for which handing work to threads pays off
+# The C++ search is compiled at once for a collection of at least _COMPILED documents, and for any collection after the
+# queries of the process have scored _SCORED documents, which takes ATen about a second.
 _COMPILED, _SCORED = 1 << 11, 1 << 20
-_JOBS = 4  # a thread, so that none ends long after the others; each begins without a bound
+_JOBS = 4  # jobs per thread: more balance the load better, but each job starts without a bound on the k-th score
 _NONE = -(1 << 63)  # the key of a NaN
 
-_scored = 0  # documents, by all queries of this process; about: threads may count at the same time
+_scored = 0  # documents scored by all queries of this process; approximate, since threads update it without a lock
 
 _Search = Callable[[Tensor, Sequence[Tensor], Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
 
 
 def _with_own_marks(search: _Search) -> _Search:
-    """Search one query after the other where each has marks of its own."""
+    """Make `search` accept `barred` [B, N], with a row for each query, by searching one query after the other."""
 
     def each(
         query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
@@ -83,7 +83,8 @@ def _with_own_marks(search: _Search) -> _Search:
 def _search_cpu(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
+    """Scores are fp64 sums in the order of the term ids, rounded to fp32, so they do not depend on threads or on the
+    other queries of a call."""
     from ..kernels.sparse_scores import cpu as native
 
     global _scored
@@ -103,8 +104,8 @@ def _search_cpu(
 
 
 def _by_compiled(segments: Segments, query: Tensor, k: int, threads: int) -> tuple[Tensor, Tensor]:
-    """(keys [B, k] in descending order, whether each query is finite): jobs of several queries over all segments, or,
-    where there are few queries, of one over some of them."""
+    """(keys [B, k] in descending order, whether each query is finite). A job searches several queries in all segments,
+    or, if there are few queries, one query in some segments."""
     B, count = len(query), len(segments.first) - 1
     parts = 1 if threads == 1 else min(count, -(-_JOBS * threads // max(B, 1)))
     runs = [range(i * count // parts, (i + 1) * count // parts) for i in range(parts)]
@@ -131,7 +132,7 @@ def _by_aten(
     k: int,
     threads: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same by ATen's operations, query by query and segment by segment."""
+    """The same result by ATen operations, one query and one segment at a time."""
     first, marks = [0, *itertools.accumulate(counts)], barred.split([*counts])
     best = torch.full((len(query), k), _NONE, device="cpu")
     finite = query.isfinite().all(1)
@@ -155,7 +156,7 @@ def _by_aten(
 def _best_of_segment(
     query: Tensor, postings: Sequence[Tensor], barred: Tensor, first: int, k: int
 ) -> Tensor:
-    """Keys of a set of documents of one segment that holds the k best, by ATen's operations."""
+    """Keys of documents of one segment, the k best among them, by ATen operations."""
     offsets, docs, weights = postings
     terms = query.nonzero().squeeze(1)
     edges = torch.stack((offsets[terms], offsets[terms + 1])).tolist()
@@ -170,9 +171,10 @@ def _best_of_segment(
 
 
 def _best_keys(scores: Tensor, first: int, k: int, places: Tensor | None = None) -> Tensor:
-    """Keys of a set of documents that holds the k best, chosen by a guessed bound and, failing that, by the k-th.
+    """Keys of documents, the k best among them: those above a sampled bound, or, if the sample misses, above the k-th.
 
-    first: the id of the segment's first document. places: where in the segment the scored documents are; None: all.
+    first: the id of the segment's first document. places: positions of the scored documents in the segment; None if
+    all documents are scored.
     """
     n = scores.numel()
     if n <= 2 * k:
@@ -183,14 +185,14 @@ def _best_keys(scores: Tensor, first: int, k: int, places: Tensor | None = None)
         )
     step = max(1, n // _SAMPLE)
     sample = scores[::step]
-    # Twice as many as wanted are expected above the guess; a miss costs one full selection.
+    # About 2k scores are expected to be above this bound; a miss costs one full selection.
     rank = min(sample.numel(), 2 * k // step + 4)
     bound = torch.topk(sample, rank).values[-1]
     chosen = (scores >= bound).nonzero().squeeze(1)
     if not k <= chosen.numel() <= max(8 * k, 1 << 14):
         bound = torch.topk(scores, k).values[-1]
         above, equal = (scores > bound).nonzero().squeeze(1), (scores == bound).nonzero().squeeze(1)
-        chosen = torch.cat((above, equal[: k - above.numel()]))  # of equal ones the lowest ids
+        chosen = torch.cat((above, equal[: k - above.numel()]))  # of equal scores the lowest ids
     return keys_with_ids(scores[chosen], (chosen if places is None else places[chosen]) + first)
 
 
@@ -203,22 +205,22 @@ def search_cuda(
     return kernel.search(query, postings, counts, barred, k)
 
 
-# Indexes that compiled programs may name, by number.
+# Indexes that compiled programs may refer to, by number.
 _enrolled: weakref.WeakValueDictionary[int, Searched] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class Searched(Protocol):
-    """Something that holds documents, at any time others."""
+    """A collection of documents that may change between calls."""
 
     def operands(
         self, allow: Tensor | None, deny: Tensor | None
     ) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
-        """postings, counts and barred, which belong together."""
+        """A consistent snapshot of postings, counts and barred."""
 
 
 def enrol(index: Searched) -> Tensor:
-    """The tensor by which `index_search_live` knows an index for as long as that lives."""
+    """The tensor by which `index_search_live` refers to an index, valid as long as the index lives."""
     number = next(_numbers)
     _enrolled[number] = index
     return torch.tensor(number, dtype=torch.int64, device="cpu")

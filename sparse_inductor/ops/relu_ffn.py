@@ -1,17 +1,18 @@
-"""The ReLU feed-forward block: y = down(f(gate(x)) * g(up(x))), at the cost of the neurons that are not zero.
+"""The ReLU feed-forward block: y = down(f(gate(x)) * g(up(x))), computed over the non-zero neurons only.
 
     h = f(x Wg^T + bg) * g(x Wu^T + bu)          [..., N]; without Wu: h = f(x Wg^T + bg)
     y = h Wd^T + bd                              [..., D]; with a residual r: y = r + h Wd^T + bd
 
-f is zero up to some number, so most of h is zero in a trained sparse model (TwELL, section 3). Three dispatcher
-operators:
+f is zero up to some threshold, so most of h is zero in a trained sparse model (TwELL, section 3). There are three
+dispatcher operators:
 
-    relu_ffn            what a rewrite puts in; chooses by whether a gradient is needed
-    relu_ffn_train      also returns the packed activations, at most `capacity(N)` a row
-    relu_ffn_backward   every gradient over the same pattern
+    relu_ffn            inserted by a rewrite; calls the next two if a gradient is needed
+    relu_ffn_train      also returns the packed activations, at most `capacity(N)` per row
+    relu_ffn_backward   every gradient over the same sparsity pattern
 
-Exact for every input: a row with more active neurons than the packed format holds is computed by products of tiles.
-Where the other factor of an inactive neuron is infinite or NaN, the neuron may contribute nothing or a NaN.
+The result is exact for every input: a row with more active neurons than the packed format holds is computed by dense
+products of tiles. If the other factor of an inactive neuron is infinite or NaN, the neuron may contribute either
+nothing or a NaN.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _INPUTS = (
     "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
     " Tensor? stat_weight, Tensor? thresholds, str gate_steps, str up_steps, bool stats, bool counts"
 )
-_TENSORS, _SETTINGS = 9, 13  # how many tensors there are in front, and how many arguments
+_TENSORS, _SETTINGS = 9, 13  # the number of leading tensors, and of all arguments in _INPUTS
 _OPTIONS = "Tensor? residual=None, int popular=0, Tensor? shift=None"
 _Call = arguments(f"{_INPUTS}, {_OPTIONS}")
 _PACKED = (
@@ -117,39 +118,40 @@ def relu_ffn(
     """A feed-forward block whose hidden activations are mostly zeros (TwELL, section 3).
 
     Args:
-        x: tokens [..., K]; fp32, fp16, bf16 or fp64 (which has no kernel of its own); any strides.
-        gate: [N, K], the projection that is rectified; any strides, the dtype of `x`, as all weights.
+        x: tokens [..., K]; fp32, fp16, bf16 or fp64 (computed by ATen, without a kernel); any strides.
+        gate: [N, K], the projection that is rectified; any strides. All weights have the dtype of `x`.
         down: [D, N].
         up: [N, K] or None for a block without a second factor.
         gate_bias, up_bias: [N] or None. down_bias: [D] or None.
         gate_steps: the elementwise program f after the gate projection, in the text form of
-            `sparse_inductor.epilogue.steps`; must be 0 up to some number, as "relu", "relu | square",
-            "threshold(0.1, 0.0)" or "add(-1.0) | relu" are.
-        up_steps: the program g after the up projection; "" leaves it as it is.
+            `sparse_inductor.epilogue.steps`; must be 0 up to some threshold, as "relu", "relu | square",
+            "threshold(0.1, 0.0)" and "add(-1.0) | relu" are.
+        up_steps: the program g after the up projection; "" is the identity.
         return_stats: also return statistics of every token.
-        stat_weight: [N] in the dtype of `x` or fp32, or None. With `return_stats`, a fifth statistic is the sum of
-            h * stat_weight, as in a sparse autoencoder whose L1 term is weighted by the norms of its decoder's rows. It
-            has a gradient.
-        return_counts: with `return_stats`, also return at how many tokens each neuron is not 0.
-        residual: [..., D] or None, in the dtype of the result, to which that is added, rounded as it is without.
-        popular: how many neurons, the most active ones of a call, are taken by products over all tokens; the others
-            are gathered; at most N / 2. A matter of speed, where neurons are unequally active: best those that more
-            than one token in seventy activates. On Hopper GPUs, in 16 bits, of up to 32,768 neurons, without
-            statistics; elsewhere it changes nothing.
-        shift: [K] or None, subtracted from `x`. Where `x` needs no gradient, that of `shift` costs a product with a
-            vector.
-        thresholds: [N] or None. A neuron is active where its gate projection is above its threshold, and 0 elsewhere,
-            whatever `gate_steps` makes of it, as in JumpReLU. Without `up`, statistics and popular neurons; no gradient
-            goes to the thresholds.
+        stat_weight: [N] in the dtype of `x` or fp32, or None. With `return_stats`, adds a fifth statistic, the sum of
+            h * stat_weight. An example is a sparse autoencoder whose L1 term is weighted by the norms of its decoder's
+            rows. `stat_weight` has a gradient.
+        return_counts: with `return_stats`, also return for each neuron the number of tokens at which it is not 0.
+        residual: [..., D] or None, in the dtype of the result. It is added to the result after the result has been
+            rounded to its dtype.
+        popular: the number of neurons, the most active ones of a call, that are computed by dense products over all
+            tokens; the others are gathered. At most N / 2. Affects speed only, where neurons are unequally active; a
+            good choice is the number of neurons that more than one token in seventy activates. Used on Hopper GPUs
+            in 16 bits with up to 32,768 neurons and without statistics; ignored elsewhere.
+        shift: [K] or None, subtracted from `x`. If `x` needs no gradient, the gradient of `shift` costs a
+            matrix-vector product.
+        thresholds: [N] or None. A neuron is active where its gate projection is above its threshold, and 0 elsewhere
+            regardless of `gate_steps`, as in JumpReLU. Cannot be combined with `up`, `return_stats` or `popular`. The
+            thresholds get no gradient.
 
     Returns:
-        y [..., D], or (y, stats) or (y, stats, counts). stats [4 or 5, ...] in fp32 (fp64 for fp64): of f(gate(x)) the
-        sum of absolute values and the number of non-zeros, then the same of the product h, then its weighted sum. The
-        sums have a gradient. counts [N], int32: at how many tokens h is not 0.
+        y [..., D], or (y, stats) or (y, stats, counts). stats [4 or 5, ...] in fp32 (fp64 for fp64 inputs): the sum of
+        absolute values and the number of non-zeros of f(gate(x)), the same two of the product h, then the weighted sum
+        of h. The sums have a gradient. counts [N], int32: the number of tokens at which h is not 0.
 
     Raises:
         ValueError: shapes, steps or a number of neurons that do not fit, naming the offending value; `stat_weight` or
-            `return_counts` without `return_stats`; `thresholds` with what it goes without.
+            `return_counts` without `return_stats`; `thresholds` with an argument that it cannot be combined with.
         TypeError: a dtype that is not accepted.
     """
     if not return_stats and (stat_weight is not None or return_counts):
@@ -166,17 +168,17 @@ def relu_ffn(
 
 
 def capacity(N: int) -> int:
-    """Active neurons a row that the packed format holds: a multiple of 32, all of a small N.
+    """The number of active neurons per row that the packed format holds: a multiple of 32, all neurons for a small N.
 
-    Twice what is worth having packed on average (N / 45 on an H100 in bf16): rows are uneven, and a few rows that do
-    not fit take as long as a tile of them.
+    Twice the average count up to which packing pays off (N / 45 on an H100 in bf16), because counts differ between
+    rows and a few rows that do not fit take as long as a full tile of them.
     """
     return min(-(-N // 32) * 32, max(64, -(-N // (22 * 32)) * 32))
 
 
 @functools.lru_cache(maxsize=256)
 def _programs(gate_steps: str, up_steps: str, jumps: bool) -> tuple[Program, Program, float]:
-    """(f, g, the number up to which f is 0, which is nowhere asked for where a neuron `jumps` at its threshold)."""
+    """(f, g, the number up to which f is 0). The last is -inf and unused if neurons have thresholds (`jumps`)."""
     f, g = parse(gate_steps), parse(up_steps)
     for name, program in (("gate_steps", f), ("up_steps", g)):
         rows = [s.fn for s in program if s.fn in ROW]
@@ -218,13 +220,13 @@ def _check(c) -> None:
 
 
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:
-    """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
+    """Whether the Triton kernels support this call; ATen computes fp64 and empty operands on every device."""
     sizes = (*x.shape, *block.gate.shape, *block.down.shape)
     return launches(x) and x.dtype != torch.float64 and all(sizes)
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What the statistics are summed in."""
+    """The dtype in which statistics are summed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -240,7 +242,7 @@ def _shifted(c):
 
 
 def _empty_statistics(x: Tensor, c) -> tuple[Tensor, Tensor]:
-    """(statistics of the tokens, counts of the neurons), where they are wanted."""
+    """(statistics of the tokens, counts of the neurons), empty tensors if they are not requested."""
     rows = 0 if not c.stats else 4 if c.stat_weight is None else 5
     numbers = x.new_empty(rows, *x.shape[:-1], dtype=_wide(x))
     return numbers, x.new_zeros(c.gate.shape[0] if c.counts else 0, dtype=torch.int32)
@@ -262,7 +264,7 @@ def _empty_packed(x: Tensor, c) -> aten.Packed:
 
 
 def _run(train, c):
-    """(y, statistics, counts, what is packed)."""
+    """(y, statistics, counts, packed activations or None)."""
     _check(c)
     block = _block(c)
     if c.stats and c.thresholds is not None:
@@ -322,7 +324,7 @@ def _backward(grad, d_stats, *call):
             grads = aten.backward(
                 dy, d_numbers, c.stat_weight, x, block, packed, needs, column_major
             )
-    dx, *others = returned([*grads, None], c.x)  # none of the thresholds
+    dx, *others = returned([*grads, None], c.x)  # the thresholds have no gradient
     return dx.view(c.x.shape) if needs[0] else dx, *others
 
 
@@ -336,7 +338,7 @@ class _ReluFfn(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *packed)
         ctx.settings = settings
         ctx.mark_non_differentiable(counts)
-        ctx.set_materialize_grads(False)  # autograd's zeros are no DTensors
+        ctx.set_materialize_grads(False)  # autograd would materialize plain tensors, not DTensors
         ctx.shapes = y.shape, numbers.shape
         return y, numbers, counts
 
@@ -349,7 +351,7 @@ class _ReluFfn(torch.autograd.Function):
         for_shift, *wanted = ctx.needs_input_grad[2:]
         needs = [*wanted[:-1], False]
         if for_shift and not needs[0]:
-            # The sum over all tokens of what a neuron gives the gradient of x: that of its bias times its weights.
+            # The gradient of x summed over all tokens is Wg^T times the gradient of the gate's bias.
             by_bias = gate_bias is not None and up is None
             needs[2 if by_bias else 0] = True
         if grad is None:
@@ -386,8 +388,8 @@ def _autograd(*call):
 
 
 def _dense_in_graphs(c) -> bool:
-    """Whether a graph is traced for a compiler in which so few tokens are known to come that nothing is packed, and so
-    many that all weights are read: Inductor makes the better dense block."""
+    """Whether a graph is being traced for a compiler, with a number of tokens that is too small for packing and too
+    large for reading only the active weights. Inductor's dense block is faster in this case."""
     x = c.x
     if not x.is_cuda or type(x) in (Tensor, torch.nn.Parameter) or compat.keeps_operators():
         return False
@@ -407,8 +409,8 @@ def _dense_in_graphs(c) -> bool:
 
 
 def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons: int) -> bool:
-    """Whether a compiled training step keeps what it would keep unrewritten: a block of so few tokens is ATen's
-    operators again on a GPU (`_dense_in_graphs`)."""
+    """Whether a compiled training step saves the same tensors as without the rewrite: on a GPU a block with few tokens
+    is traced as ATen operators (`_dense_in_graphs`)."""
     if device.type != "cuda" or dtype == torch.float64:
         return False
     from ..kernels.relu_ffn import forward as kernel
@@ -417,7 +419,7 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
 
 
 def _dense(c):
-    """(y, statistics, counts), of ATen's operators."""
+    """(y, statistics, counts), computed by ATen operators."""
     x, block, weight = c.x, _block(c), c.stat_weight
     with autocast_off(x.device.type):
         gate = F.linear(x, block.gate, block.gate_bias)
@@ -458,7 +460,7 @@ def _fake_backward(grad, d_stats, *call):
     return tuple(found)
 
 
-# Spread over the tokens, or over the neurons: gate and up by column, down by row, results that are summands.
+# Can be sharded over the tokens, or over the neurons: gate and up by column, down by row, with partial sums as results.
 
 
 def _shared(*call) -> Rule:
@@ -466,12 +468,12 @@ def _shared(*call) -> Rule:
     tokens: Dims = ("T",) + ("",) * (c.x.dim() - 2) if c.x.dim() > 1 else ()
     packed: Dims = ("TN", "")
     counts: Dims = ("N",) if c.counts else ("",)
-    # Of the weights and biases, the weight of a statistic and thresholds.
+    # The weights and biases, stat_weight and thresholds.
     letters = ("N.", "N", "N.", "N", ".N", ".", "N", "N")
     return Rule(
         ((*tokens, ""), *map(dims, c[1:_TENSORS], letters)),
         ((*tokens, ""), ("", *tokens), counts, ("TN",), *(packed,) * 3, ("TN",), packed, packed),
-        ("T", "N") if c.down_bias is None else ("T",),  # a bias would be added by everybody
+        ("T", "N") if c.down_bias is None else ("T",),  # each shard of N would add the bias
         sums=True,
     )
 

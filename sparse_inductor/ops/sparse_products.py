@@ -1,21 +1,21 @@
-"""Products with a tensor that is mostly zeros, whose entries are found on the device: activations of an autoencoder
-that the program makes whole, since it returns them, and the gradient that comes back through them.
+"""Products with a mostly zero tensor, whose non-zero entries are found on the device. Examples are the activations of a
+sparse autoencoder that materializes them because it returns them, and the gradient of its pre-activations.
 
     y = f W + b            the decoder: f [..., N] is mostly zeros
     z = x We^T + be        the encoder: the gradient of z is mostly zeros
 
-Whatever lies between z and f is the program's own: a rectifier, thresholds with a gradient of their own, the largest of
-a whole batch. Dispatcher operators:
+The program itself computes f from z: with a rectifier, with thresholds that have a custom gradient, or with a top-k
+over a whole batch. "Entry" means a non-zero element. Dispatcher operators:
 
-    sparse_product             the decoder. The gradient of f is a dense product, that of what a ReLU makes f of is not
-    sparse_gradient_linear     the encoder, a dense product, whose gradients are those below
+    sparse_product             the decoder; the gradient of f is a dense product, unless the operator applies the ReLU
+    sparse_gradient_linear     the encoder, a dense product with sparse gradients
     sparse_entries             the entries of h [M, N], packed
     sparse_matmul              h W
     sparse_outer_sum           h^T x, and the sums of h over its rows
-    sparse_masked_matmul       x W^T where h has entries
+    sparse_masked_matmul       x W^T at the entries of h
 
-Exact for any tensor; what has many entries costs a dense product. Of what is 0 nothing is added, where a dense product
-has 0 * inf = NaN.
+The results are exact for any tensor; a tensor with many entries costs a dense product. Zeros contribute nothing, where
+a dense product would compute 0 * inf = NaN.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ _lib = define(
 def sparse_product(
     f: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False
 ) -> Tensor:
-    """f @ weight + bias, or with `relu` f.relu() @ weight + bias, at the cost of the entries that are not zero.
+    """f @ weight + bias, or with `relu` f.relu() @ weight + bias, computed over the non-zero entries only.
 
     Args:
         f: [..., N]; fp32, fp16, bf16 or fp64.
-        weight: [N, D], any strides, the dtype of `f`. bias: [D] or None.
-        relu: whether `f` is rectified first. Its gradient then costs what the entries do; else it is a dense product.
+        weight: [N, D], any strides, in the dtype of `f`. bias: [D] or None.
+        relu: whether `f` is rectified first. The gradient of `f` is then computed at the entries only; without `relu`
+            it is a dense product.
 
     Returns:
-        y [..., D]. Sums over entries are in fp32 (fp64 for fp64), in the same order on every run.
+        y [..., D]. Sums over entries are in fp32 (fp64 for fp64 inputs), in the same order on every run.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
@@ -73,12 +74,12 @@ def sparse_product(
 def sparse_gradient_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, shift: Tensor | None = None
 ) -> Tensor:
-    """F.linear(x - shift, weight, bias), whose gradients cost what the entries of the incoming one do.
+    """F.linear(x - shift, weight, bias), with a backward over the non-zero entries of the incoming gradient only.
 
     Args:
         x: [..., D]; fp32, fp16, bf16 or fp64.
-        weight: [N, D], any strides, the dtype of `x`. bias: [N] or None.
-        shift: [D] or None. Where `x` needs no gradient, that of `shift` costs a product with a vector.
+        weight: [N, D], any strides, in the dtype of `x`. bias: [N] or None.
+        shift: [D] or None. If `x` needs no gradient, the gradient of `shift` costs a matrix-vector product.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
@@ -88,7 +89,7 @@ def sparse_gradient_linear(
 
 
 def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: int) -> None:
-    """inputs: the axis of `weight` that is the last one of `x`."""
+    """Raises the errors of shapes and dtypes. inputs: the axis of `weight` that matches the last axis of `x`."""
     if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[inputs], x.shape[-1]):
         raise ValueError(
             f"{name} and weight do not fit: {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -98,7 +99,7 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: in
 
 
 def _products(*tensors: Tensor):
-    """The kernels of products of these tensors, None where ATen computes them."""
+    """The module of kernels for products of these tensors, or None if ATen computes them."""
     if not suit_kernels(*tensors):
         return None
     from ..kernels.sparse_rows import products as kernels
@@ -113,7 +114,7 @@ def _entries(h):
             kernels.pack(h, found)
         else:
             count, index, values = found
-            count.fill_(index.shape[1] + 1)  # whoever reads them finds rows that do not fit
+            count.fill_(index.shape[1] + 1)  # marks every row as not packed
             index.zero_()
             values.zero_()
     return found
@@ -172,7 +173,9 @@ class _Product(torch.autograd.Function):
         d_f = d_weight = None
         if for_f and ctx.relu:
             d_f = ops.sparse_masked_matmul(f, *entries, grad, weight)
-            d_f = torch.ops.aten.threshold_backward(d_f, f, 0)  # rows of many entries are whole
+            d_f = torch.ops.aten.threshold_backward(
+                d_f, f, 0
+            )  # rows that are not packed are computed densely
         elif for_f:
             d_f = grad @ weight.t()
         if for_weight:
@@ -204,14 +207,14 @@ class _Linear(torch.autograd.Function):
         if for_weight or for_bias or (for_shift and not for_x):
             d_weight, d_bias = ops.sparse_outer_sum(grad, *entries, x)
         if for_shift:
-            # The sum over all rows of what an entry gives the gradient of x: its own times a row of the weight.
+            # The gradient of x summed over all rows is weight^T times the gradient of the bias.
             d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -d_x.sum(0)
         d_weight = laid_out_as(weight, d_weight) if for_weight else None
         return d_x, d_weight, d_bias if for_bias else None, d_shift
 
 
 def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tuple[str, int]):
-    """What the dispatcher runs for an operator that is made of others, gradients included."""
+    """Register the implementation of an operator that is composed of others, including its gradients."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, more: Any = None) -> Tensor:
         shift = more if isinstance(more, Tensor) else None
@@ -223,7 +226,8 @@ def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tup
         with autocast_off(x.device.type):
             if not (torch.is_grad_enabled() and needs_grad):
                 return plain(x, weight, bias, more)
-            # The caller may write to the result, which autograd refuses of a view that a Function returns.
+            # The caller may write to the result, so it must not be a view that a Function returns: autograd refuses
+            # in-place operations on those.
             y = function.apply(as_rows(x), weight, bias, more)
             return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -249,7 +253,7 @@ def _fake_masked_matmul(h, count, index, values, x, weight):
     return torch.empty_like(h, memory_format=torch.contiguous_format)
 
 
-# Spread over the rows; what sums over them is made of all of them by every process.
+# Can be sharded over the rows; operators that sum over rows run on whole tensors in every process.
 
 
 _OF_ROWS = (("T", ""), ("T",), ("T", ""), ("T", ""))  # h and its entries

@@ -1,20 +1,20 @@
-"""Rows of which k entries are kept, as in a TopK autoencoder: the encoder that finds them, the decoder that sums over
-them, and every gradient over the same entries.
+"""The encoder and decoder of a TopK autoencoder, which keeps k entries per row: the encoder finds the entries, the
+decoder sums over them, and every gradient is computed over the same entries.
 
     values, indices = the k largest of (x - b) We^T + be   [..., k], of N columns
     y = the sum of values * Wd[indices] + bd               [..., D]
 
 Dispatcher operators:
 
-    topk_encode       the entries; the [..., N] product never exists as a whole
+    topk_encode       the entries, without materializing the whole [..., N] product
     sparse_decode     the sums over a row's entries
     sparse_dots       x . W[indices], the gradient of the decoder's values
     sparse_columns    the entries of each column in the order of their rows
     sparse_outer      the sums over a column's entries, the gradient of a weight and of a bias
 
-Exactly k entries a row, whatever it holds: NaN is the largest, as in torch.topk, and of equal ones those of the
-smallest columns are kept, where torch.topk does not say which. Of what is not an entry nothing is added, where a dense
-product has 0 * inf = NaN.
+Every row has exactly k entries. NaN counts as the largest value, as in torch.topk. Of equal values those in the
+smallest columns are kept; torch.topk does not specify which. Columns that are not entries contribute nothing, where a
+dense product would compute 0 * inf = NaN.
 """
 
 from __future__ import annotations
@@ -66,19 +66,21 @@ def topk_encode(
     ordered: bool = True,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of (x - shift) @ weight.t() + bias, whose gradients cost what k entries a row do.
+    """The k largest of each row of (x - shift) @ weight.t() + bias, with a backward over k entries per row.
 
     Args:
         x: [..., D]; fp32, fp16, bf16 or fp64; any strides.
-        weight: [N, D], any strides, the dtype of `x`. bias: [N] or None.
-        k: entries a row, at most N.
-        scores: [..., N] or None: the product where it is there already. No gradient goes through it: that of the
-            entries goes to `x`, `weight` and `bias`.
-        ordered: the largest first, equal ones by column; else by column.
-        shift: [D] or None. Its gradient is a product of that of the bias with `weight`, where `x` needs none.
+        weight: [N, D], any strides, in the dtype of `x`. bias: [N] or None.
+        k: the number of entries per row, at most N.
+        scores: [..., N] or None: the product, if the program has computed it already. It gets no gradient; the gradient
+            of the entries goes to `x`, `weight` and `bias`.
+        ordered: sort each row's entries by value, the largest first, and equal values by column; if False, sort by
+            column.
+        shift: [D] or None. If `x` needs no gradient, the gradient of `shift` costs a matrix-vector product.
 
     Returns:
-        (values, int64 indices), both [..., k]. NaN counts as the largest; of equal ones the smallest columns are kept.
+        (values, int64 indices), both [..., k]. NaN counts as the largest value; of equal values those in the smallest
+        columns are kept.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
@@ -94,11 +96,11 @@ def sparse_decode(
 
     Args:
         values: [..., k]; fp32, fp16, bf16 or fp64.
-        indices: [..., k], int64 or int32 in [0, N), those of a row all different.
-        weight: [N, D], any strides, the dtype of `values`. bias: [D] or None.
+        indices: [..., k], int64 or int32 in [0, N), distinct within a row.
+        weight: [N, D], any strides, in the dtype of `values`. bias: [D] or None.
 
     Returns:
-        y [..., D]. Sums are in fp32 (fp64 for fp64), gradients in the same order on every run.
+        y [..., D]. Sums are in fp32 (fp64 for fp64 inputs). Gradients are summed in the same order on every run.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
@@ -140,7 +142,7 @@ def _check_decode(values, indices, weight, bias) -> None:
 
 
 def _sums(*tensors: Tensor):
-    """What computes sums on these tensors: the kernels where they apply, else ATen."""
+    """The module that computes sums on these tensors: the kernels if they apply, else ATen."""
     if not suit_kernels(*tensors):
         return aten
     from ..kernels.sparse_rows import sums as kernels
@@ -188,7 +190,7 @@ def _outer(values, x, entry, start, total, ends, column_major, **run):
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
-    """(of a weight [N, D], which lies in memory as the weight does, of a bias [N])."""
+    """(the gradient of a weight [N, D] in the weight's memory order, the gradient of a bias [N])."""
     ops = torch.ops.sparse_inductor
     lists = ops.sparse_columns(indices, weight.shape[0])
     return ops.sparse_outer(values, x, *lists, is_column_major(weight))
@@ -216,7 +218,7 @@ class _Encode(torch.autograd.Function):
         if for_weight or for_bias or (for_shift and not for_x):
             d_weight, d_bias = _weight_gradients(grad, x, indices, weight)
         if for_shift:
-            # The sum over all rows of what an entry gives the gradient of x: its own times a row of the weight.
+            # The gradient of x summed over all rows is weight^T times the gradient of the bias.
             d_shift = -as_rows(d_x).sum(0) if for_x else -torch.mv(weight.t(), d_bias)
         for_operands = d_x, d_weight if for_weight else None, d_bias if for_bias else None
         return *for_operands, None, None, None, d_shift
@@ -268,7 +270,7 @@ def _fake_outer(values, x, entry, start, total, ends, column_major):
     return x.new_empty(D, N).t() if column_major else x.new_empty(N, D), x.new_empty(N)
 
 
-# Spread over the rows; what sums over them is made of all of them by every process.
+# Can be sharded over the rows; operators that sum over rows run on whole tensors in every process.
 
 
 def _rows(t: Tensor) -> Dims:
@@ -297,7 +299,8 @@ register(_lib, "sparse_decode", _decode, _fake_decode, _shared_decode, _autograd
 register(_lib, "sparse_dots", _dots, _fake_dots, _shared_dots)
 register(_lib, "sparse_columns", _columns, _fake_columns, whole)
 register(_lib, "sparse_outer", _outer, _fake_outer, whole)
-# Not the lists: both weights' gradients ask for the same, and in a graph the operator is called once.
+# `sparse_columns` is not inlined: the gradients of both weights call it with the same indices, and as an operator in a
+# graph it runs once.
 inline(
     _lib,
     "topk_encode",

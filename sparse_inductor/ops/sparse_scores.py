@@ -1,14 +1,14 @@
-"""Sparse dot products of queries with a collection of sparse documents, and the best of them (GPUSparse, section 4).
+"""Sparse dot products of queries with a collection of sparse documents, and their top k (GPUSparse, section 4).
 
     scores[b, n] = sum over the entries p of document n of values[p] * query[b, ids[p]]
 
 Dispatcher operators:
 
     sparse_scores             all scores
-    sparse_scores_topk        the k best; the [B, N] scores never exist
+    sparse_scores_topk        the k best, without materializing the [B, N] scores
     sparse_scores_backward    the gradient of the query
 
-The same sums from posting lists of the query's terms: `sparse_scores_postings`.
+`sparse_scores_postings` computes the same sums from posting lists of the query's terms.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ._dispatch import autocast_off, by_gradient, define, first_order, register
 from ._sharding import Rule, dims
 
 DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
-# By which of PyTorch's functions ids, and rows or offsets, are refused on a CPU (`aten.documents`); without one id V is
-# padding.
+# The PyTorch functions whose errors for ids, and for rows or offsets, out of range are reproduced on a CPU
+# (`aten.documents`). Without any, id V is padding.
 LOOKUP = "str lookup=''"
 _lib = define(
     f"sparse_scores(Tensor query, {DOCS}, SymInt num_docs, ScalarType? out_dtype=None, {LOOKUP}) -> Tensor",
@@ -63,23 +63,24 @@ def sparse_scores(
     k: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Inner products of queries with sparse documents, all of them or the k largest.
+    """Inner products of queries with sparse documents: all of them, or the k largest per query.
 
     Args:
         query: term weights [V] or [B, V]; fp32, fp16, bf16 or fp64. The only operand with a gradient.
-        ids: int32 or int64 term ids in [-V, V]: [N, L] for padded documents, else [nnz]. Id V is padding and counts
-            nothing; negative ids count from the end.
-        values: document weights, the shape of `ids`, any of the float dtypes.
-        rows: the document of every entry [nnz], in any order. With it `num_docs` is required.
-        offsets: the entries of document n are offsets[n] to offsets[n + 1], [N + 1]. They may leave entries out at
-            either end, as those of some documents of a collection do.
-        num_docs: N; known from `ids` or `offsets` where `rows` is not given.
-        k: return only the k largest scores a query; the scores of all documents are then never written.
-        out_dtype: of the scores; default the wider dtype of query and values. Sums are in fp32 (fp64 for fp64).
+        ids: int32 or int64 term ids in [-V, V]: [N, L] for padded documents, else [nnz]. Id V is padding and
+            contributes nothing; negative ids count from the end.
+        values: document weights in the shape of `ids`, any of the float dtypes.
+        rows: [nnz], the document of every entry, in any order. Requires `num_docs`.
+        offsets: [N + 1]; the entries of document n are offsets[n] to offsets[n + 1]. They may skip entries at either
+            end, as offsets of a range of a larger collection do.
+        num_docs: N; derived from `ids` or `offsets` if `rows` is not given.
+        k: return only the k largest scores per query, without writing the scores of all documents.
+        out_dtype: dtype of the scores; default the promoted dtype of query and values. Sums are in fp32 (fp64 for fp64
+            inputs).
 
     Returns:
         scores [N] or [B, N]; with `k`, (values, int64 document ids), both [k] or [B, k], in descending order, equal
-        scores by lowest id, NaN first. Documents without entries score 0. The bits are the same on every run.
+        scores by lowest id, NaN first. Documents without entries score 0. Results are bitwise the same on every run.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
@@ -135,7 +136,7 @@ def check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
 
 
 def check_k(k, num_docs) -> None:
-    """Raises ValueError unless there are k documents."""
+    """Raises ValueError unless there are at least k documents."""
     if known(k, num_docs) and not 0 <= k <= num_docs:
         raise ValueError(f"k must be between 0 and the number of documents, {num_docs}; got {k}")
 
@@ -190,7 +191,7 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup
 
 
 def best_scores(parts, like: Tensor, k: int, dtype: torch.dtype, lead) -> tuple[Tensor, Tensor]:
-    """(values, ids) [*lead, k] of the k best of scores that come in parts, `like` having a row for each query."""
+    """(values, ids) [*lead, k] of the k best over parts of scores. like: a tensor with one row per query."""
     if not k or not like.shape[0]:
         empty = torch.empty(*lead, k, device=like.device, dtype=dtype)
         return empty, torch.empty_like(empty, dtype=torch.int64)
@@ -240,7 +241,7 @@ def _check_no_gradient(wanted: bool) -> None:
 
 
 class _SparseTop(torch.autograd.Function):
-    """The scores of the k best, whose gradient goes to the query through their documents alone."""
+    """The scores of the k best documents. Only these documents contribute to the gradient of the query."""
 
     @staticmethod
     def forward(
@@ -270,7 +271,7 @@ class _SparseTop(torch.autograd.Function):
 
 
 def by_gradient_topk(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls of an operator that finds the k best pass first."""
+    """The Autograd kernel of an operator that finds the k best."""
     return by_gradient(name, fn, functools.partial(_SparseTop.apply, name), (0, 2))
 
 
@@ -292,7 +293,7 @@ def _fake_backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype,
     return grad.new_empty(*grad.shape[:-1], num_terms, dtype=dtype)
 
 
-# Spread over the queries; every process has all documents.
+# Can be sharded over the queries; every process has all documents.
 
 
 def shared(query, ids, values, rows, offsets, *_) -> Rule:
@@ -310,5 +311,5 @@ _autograd = by_gradient("sparse_scores", _scores, _SparseScores.apply, (0, 2))
 register(_lib, "sparse_scores", _scores, _fake_scores, shared, _autograd)
 _autograd_topk = by_gradient_topk("sparse_scores_topk", _topk)
 register(_lib, "sparse_scores_topk", _topk, fake_topk, shared, _autograd_topk)
-# A gradient of scores lies as the scores do.
+# The gradient of the scores is sharded as the scores are.
 register(_lib, "sparse_scores_backward", _backward, _fake_backward, shared)

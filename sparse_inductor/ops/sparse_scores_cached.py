@@ -1,12 +1,12 @@
-"""The best of a collection that may be the same at the next call: `sparse_scores_topk`, or a search in an index of it.
+"""The top k of a collection that may be unchanged at the next call: `sparse_scores_topk`, or a search in an index.
 
 Dispatcher operators:
 
     sparse_scores_topk_cached     the k best
 
-`held` says which of ids, values, rows and offsets are tensors that the program keeps, in bits of 1, 2, 4 and 8. Results
-are those of `sparse_scores_topk` until there is an index (`_collections`), and then those of a `SparseIndex`: sums in
-fp64, rounded to fp32.
+`held` is a bit mask of the tensors that the program keeps between calls: 1 for ids, 2 for values, 4 for rows and 8 for
+offsets. Results are those of `sparse_scores_topk` until an index has been built (`_collections`). From then on they are
+those of a `SparseIndex`, whose sums are in fp64 and rounded to fp32.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _lib = define(
 
 
 class _Site:
-    """The operator at one place of a program, where calls differ only in where tensors are and what they hold: those on
-    documents that are where they were look nothing up."""
+    """The operator at one call site, where calls differ only in the addresses and contents of tensors. A call with
+    documents at the same addresses as before reuses the search of the previous call without a lookup."""
 
     def __init__(self) -> None:
-        # The collection, where its tensors are, and the search in its index: all of it goes with the documents.
+        # The collection, the addresses of its tensors, and the search in its index. The references are weak, so that
+        # collection and index are freed with the documents.
         self._last: tuple[Any, list[int], Any] = _none, [], _none
 
     def __call__(

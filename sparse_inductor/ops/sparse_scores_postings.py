@@ -1,6 +1,6 @@
-"""Sparse dot products of queries with documents that are kept as posting lists, and the best of them.
+"""Sparse dot products of queries with documents that are stored as posting lists, and their top k.
 
-    scores[b, docs[p]] += values[p] * weights[b, ...]       for the positions p of query b's own lists
+    scores[b, docs[p]] += values[p] * weights[b, ...]       for the positions p of the lists of query b
 
 Dispatcher operators:
 
@@ -58,9 +58,10 @@ def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) ->
 
 
 def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -> Iterator[Tensor]:
-    """Scores [n, N] of some queries at a time.
+    """Yields scores [n, N] of some queries at a time.
 
-    Sums in CSR form: a stable sort by document makes them the same bits on every device and run.
+    Every document's products are summed in the order of the lists, on a GPU by a stable sort and a segmented sum, so
+    results are bitwise the same on every device and run.
     """
     dtype = compute_dtype(weights, values)
     B = positions.shape[0]
@@ -69,13 +70,13 @@ def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -
     for first in range(0, B, step):
         here = positions[first : first + step]
         rows = docs[here].flatten(1).long()
-        rows = torch.where(rows < 0, rows + num_docs, rows)  # from the end, as in an index
+        rows = torch.where(rows < 0, rows + num_docs, rows)  # negative ids count from the end
         parts = values[here].to(dtype) * weights[first : first + step].to(dtype)
         if mask is not None:
             parts = parts.masked_fill(~mask[first : first + step].bool(), 0.0)
         parts = parts.flatten(1)
         out = parts.new_zeros(rows.shape[0], num_docs)
-        if out.is_cuda:  # atomics would make the order of the additions a matter of luck
+        if out.is_cuda:  # atomics would add in an undefined order
             rows, order = torch.sort(rows, dim=1, stable=True)
             parts = parts.gather(1, order)
             edges = torch.arange(num_docs + 1, device=rows.device).expand(rows.shape[0], -1)
@@ -120,7 +121,7 @@ def _fake_postings_topk(positions, weights, mask, docs, values, num_docs, k, out
     return found, torch.empty_like(found, dtype=torch.int64)
 
 
-# Spread over the queries; every process has all documents.
+# Can be sharded over the queries; every process has all documents.
 
 
 def _shared_postings(positions, weights, mask, docs, values, *_) -> Rule:

@@ -2,15 +2,15 @@
 
     values[b, v] = max_s program(hidden[b, s] . weight[v] + bias[v], rows[:, b, s])
 
-without the [B, S, V] logits ever existing, forward or backward. Three dispatcher operators make it up:
+Neither the forward nor the backward materializes the [B, S, V] logits. There are three dispatcher operators:
 
-    splade_head            what a rewrite puts in; chooses between the next two by whether a gradient is needed
-    splade_head_train      also returns what the backward needs: winning positions and their logits, 6 bytes a [B, V]
+    splade_head            inserted by a rewrite; calls the next two if a gradient is needed
+    splade_head_train      also returns the winning positions and their logits for the backward, 6 bytes per [B, V]
                            entry
     splade_head_backward   gradients over active entries only
 
-`even` says what becomes of the gradient where positions share a maximum: divided among them, as `amax` has it, or the
-first's, as `max(dim)` has it. The kernels have the second only.
+`even` selects the gradient where several positions share a maximum: with it the gradient is divided among them, as in
+`amax`; without it the first position gets all of it, as in `max(dim)`. The kernels implement the latter only.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ def splade_head(
     """Sparse lexical representations from hidden states (Sparton, Eq. 1), in O(B*V) memory.
 
     Args:
-        hidden: hidden states [..., S, D]; fp32, fp16, bf16 or fp64 (which has no kernel of its own); any strides.
-        weight: vocabulary embeddings [V, D], the dtype of `hidden`; any strides.
+        hidden: hidden states [..., S, D]; fp32, fp16, bf16 or fp64 (computed by ATen, without a kernel); any strides.
+        weight: vocabulary embeddings [V, D] in the dtype of `hidden`; any strides.
         bias: [V] or None.
-        mask: [..., S], non-zero or True where a token counts; shorthand for `rows=(mask,)` with the default
-            steps, which multiply the activation by it. Any real values are allowed and exact.
+        mask: [..., S], non-zero or True for tokens that are kept; shorthand for `rows=(mask,)` with the default
+            steps, which multiply the activation by it. Any real values are allowed, and the result is exact.
         rows: per-token operands [..., S] (broadcastable) that `steps` refers to by index. They get no gradient.
         steps: the elementwise program between the linear and the maximum, in the text form of
             `sparse_inductor.epilogue.steps`; default "relu | log1p", and "| row_mul(0)" with a mask.
-        out_dtype: dtype of the values; default the dtype of `hidden`. Arithmetic is fp32 (fp64 for fp64).
+        out_dtype: dtype of the values; defaults to the dtype of `hidden`. Arithmetic is fp32 (fp64 for fp64 inputs).
         return_argmax: also return int64 positions [..., V] of the first maximum over s of the program's value.
 
     Returns:
-        values [..., V], or (values, argmax). A sequence whose tokens are all masked has the value the program
-        gives a masked token (0 under the default steps). Where several positions share the maximum, the
+        values [..., V], or (values, argmax). If all tokens of a sequence are masked, the result is the value of the
+        program for a masked token (0 under the default steps). If several positions share the maximum, the
         gradient goes to the first.
 
     Raises:
@@ -165,7 +165,7 @@ def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]
 
 
 def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
-    """`lower`, told which tokens have logits that are not finite: one pass over the hidden states."""
+    """Call `lower`, with a mask of the tokens with finite hidden states if it needs one, at the cost of one pass."""
     finite = None
     if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
         finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
@@ -173,7 +173,8 @@ def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
 
 
 def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
-    """The smallest signed integer that holds a position, and -2 less it; a symbolic length is not guarded on."""
+    """The smallest signed integer dtype that holds a position s and -2 - s; int32 for a symbolic length, which must not
+    be guarded on."""
     if isinstance(S, torch.SymInt):
         return torch.int32
     return torch.int8 if S < 128 else torch.int16 if S < 32768 else torch.int32
@@ -217,7 +218,8 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, winner_dtype):
 
 
 def _epilogue(p: Plan, rows, per_element) -> tuple[Program, dict[str, Any]]:
-    """What the kernels run after the maximum, and what they need for the sequences that the fast path does not take."""
+    """The program that the kernels run after the maximum, and the extra arguments for sequences that need the general
+    path."""
     if p.exhaustive:
         return p.scalar, {}
     general = {"inner": p.inner, "rows": rows, "per_element": per_element, "outer_fast": p.scalar}
@@ -234,7 +236,7 @@ def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even
 def _positions(winner: Tensor, values: Tensor, argmax: bool) -> Tensor:
     if not argmax:
         return values.new_empty(0, dtype=torch.int64)
-    # Where every position holds -inf the kernels name none; torch.max names the first.
+    # If every position is -inf, the kernels return a negative position, torch.max returns the first.
     return winner.long().clamp_min_(0).view(values.shape)
 
 
@@ -250,7 +252,7 @@ def _backward(
 ):
     x, flat_rows = _flat(hidden, rows)
     grad = grad.reshape(x.shape[0], weight.shape[0])
-    # What the row operands hold was settled in the forward; only which sequences it concerns is needed here.
+    # The forward has classified the row operands; the backward needs only which sequences take the general path.
     low = Lowered(plan(steps, argmax), None, None, per_element if len(per_element) else None)
     with autocast_off(hidden.device.type):
         if grad.numel() == 0:
@@ -321,11 +323,12 @@ def _fake_backward(
     return fake_gradients((hidden, weight, bias), needs, hidden)
 
 
-# Spread over the batch or over the vocabulary (a column-sharded decoder).
+# Can be sharded over the batch or over the vocabulary (a column-sharded decoder).
 
 
 def _shared(hidden, weight, bias, rows, *_) -> Rule:
-    # The parts work on [B, S, D] and return [B, V]: with more leading dimensions B is not one of them.
+    # The winner and peak are [B, V] with flattened leading dimensions, so with several of them B is no dimension of
+    # the input and cannot be sharded.
     lead = "B.." if hidden.dim() == 3 else "." * hidden.dim()
     rows = (dims(r, lead[:-1]) for r in rows)
     values: Dims = ("B", "V") if hidden.dim() == 3 else ("",) * (hidden.dim() - 2) + ("V",)
@@ -336,7 +339,9 @@ def _shared(hidden, weight, bias, rows, *_) -> Rule:
 
 def _shared_values(hidden, weight, bias, rows, *_) -> Rule:
     rule = _shared(hidden, weight, bias, rows)
-    return dataclasses.replace(rule, outputs=rule.outputs[:1])  # positions are those of the values
+    return dataclasses.replace(
+        rule, outputs=rule.outputs[:1]
+    )  # the positions are sharded as the values are
 
 
 def _shared_backward(
@@ -353,7 +358,7 @@ _by_gradient = by_gradient("splade_head", _infer, _SpladeHead.apply, (0, 1, 2))
 
 
 def _autograd(hidden, weight, bias, rows, *more):
-    # An AOTInductor package hands over None for no tensors.
+    # An AOTInductor package passes None for an empty list of tensors.
     return _by_gradient(hidden, weight, bias, rows or [], *more)
 
 

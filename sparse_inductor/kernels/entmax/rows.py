@@ -4,12 +4,13 @@ With m the maximum of a row z and c = alpha - 1,
 
     p_i = y r_i^(1/c),    r_i = [1 - c (m - z_i) y^-c]_+,    y the largest probability, so that sum_i p_i = 1
 
-y is found by Newton's iteration on the row in registers. It starts from the y of the maxima of column classes, an upper
-bound, since every class adds to the sum; for alpha <= 2 the iteration descends from there to the root monotonically. It
-ends if a step is below the resolution of fp32; the rounding error of y is divided out.
+y is found by Newton's iteration on the row in registers. The columns are divided into classes, and the iteration starts
+from the solution y for the maxima of these classes. This is an upper bound, since the full row has further terms. For
+alpha <= 2 the iteration descends from it to the root monotonically. It ends when a step is below the resolution of
+fp32; dividing by the sum removes the rounding error of y.
 
 A row of up to 32 768 columns is read once. A longer row is read once for the maxima, once per iteration (one to three)
-and once for the output; the rows of the programs that run at the same time stay in the L2 cache.
+and once for the output; the rows of programs that run at the same time stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,22 +26,20 @@ from torch import Tensor
 
 from ..common.launch import Launcher, launch
 
-# Relative Newton step that ends the iteration: four units of fp32's rounding.
+# The relative Newton step that ends the iteration: four units of fp32 rounding.
 FINE = tl.constexpr(2.0**-22)
-# The same on class maxima, which only give a bound: every iterate is one.
+# The same for class maxima. It can be coarse, because every iterate is an upper bound.
 COARSE = tl.constexpr(2.0**-5)
-# Most steps. Three or four are usual; a bracket halves at least every second one, so that 64 suffice for any row.
+# The maximum number of steps. Three or four are usual; at least every second step halves the bracket, so 64 suffice.
 STEPS = tl.constexpr(64)
 
-# POWER is 1 / (alpha - 1) where that is a small integer, else one of these.
+# POWER is 1 / (alpha - 1) if this is a small integer, else one of the following.
 _ANY = 0  # any exponent, to the accuracy of fp32
-_MILD = (
-    -1
-)  # up to 8, on a GPU: its approximate logarithm, 2^-22 off, costs the power no more than 2^-19
-_BY_ROW = -2  # each row has its own; the tile's rows decide together which of 2, 1, _MILD and _ANY
+_MILD = -1  # an exponent up to 8, on a GPU: the approximate logarithm, 2^-22 off, changes the power by at most 2^-19
+_BY_ROW = -2  # alpha differs between rows; each tile uses 2, 1, _MILD or _ANY, whichever is valid for all its rows
 MILD_SCALE = tl.constexpr(0.125)
 
-# Most columns that registers hold: 64 a thread at 512 threads.
+# The largest number of columns held in registers: 64 per thread with 512 threads.
 _RESIDENT = 32768
 
 
@@ -52,8 +51,8 @@ def _log1p(x, w, inverse):
 
 @triton.jit
 def _log2(x, EXACT: tl.constexpr):
-    """log2 to fp32's accuracy if EXACT, else by the GPU's instruction: error 2^-22, absolute around 1, else
-    relative."""
+    """log2 in fp32 accuracy if EXACT, else by the GPU's approximate instruction, with an error of 2^-22: absolute near
+    1, relative elsewhere."""
     if EXACT:
         return tl.log2(x)
     else:
@@ -99,8 +98,8 @@ def _scale(y, c, POWER: tl.constexpr):
         return tl.exp(tl.log(y) * -c)
 
 
-# Tiles are [M, J, T], rows by columns, or [T, J, M] where neighbouring rows are neighbours in memory. The last
-# dimension is distributed over lanes. J is reduced first; AXIS is the dimension of T after that, 1 or 0.
+# Tiles are [M, J, T], M rows by J * T columns, or [T, J, M] if neighbouring rows are adjacent in memory. The last
+# dimension is distributed over lanes. J is reduced first; AXIS is the dimension of T after this reduction, 1 or 0.
 
 
 @triton.jit
@@ -114,10 +113,10 @@ def _partial(d, e, p, POWER: tl.constexpr):
     """Sums over J of r^p, r^(p - 1) and, for POWER 2, the support's size: [.., 2], or [.., 2, 2]."""
     top, slope = _terms(d, e, p, POWER)
     if POWER != 1 and (d.shape[1] == 1 or d.shape[2] < 128):
-        # The first addition adds a value from another lane. Lanes of the same row must get bitwise equal sums, or their
-        # iterations diverge; but a product that is contracted with that addition is rounded once in one lane and twice
-        # in the other. Contracted with a zero that the compiler does not know to be zero, it is rounded once in both.
-        # In other tiles a thread adds its own entries first.
+        # In these tiles the first addition adds a value from another lane; in other tiles a thread adds its own entries
+        # first. Lanes of the same row must get bitwise equal sums, or their iterations diverge. But a product that is
+        # contracted with this addition (FMA) is rounded in one lane and not in the other. So each product is first
+        # contracted with a zero that the compiler cannot prove to be zero, which rounds it once in both lanes.
         zero = 0.0 * e
         top += zero
         if POWER != 2:
@@ -132,7 +131,7 @@ def _partial(d, e, p, POWER: tl.constexpr):
 
 @triton.jit
 def _total(part, POWER: tl.constexpr, AXIS: tl.constexpr):
-    """The sums of `_partial` over T, each as by `_spread`: one reduction across the program for all of them."""
+    """The sums of `_partial` over T, each in the shape of `_spread`, by one reduction across the program for all."""
     part = tl.sum(part, AXIS)
     if POWER == 2:
         part, ks = tl.split(part)
@@ -146,10 +145,10 @@ def _total(part, POWER: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _next(y, s, s1, k, lo, hi, last, before, c, p, fine, POWER: tl.constexpr):
-    """One step from y with sums s, s1 and k: (next y, whether it differs, lo, hi, last step, step before)."""
+    """One step from y with sums s, s1 and k: (next y, whether it differs, lo, hi, last step, step before the last)."""
     excess = y * s - 1.0
     if POWER == 1:
-        # The exact root if the support does not change, else never below the root.
+        # The exact root if the support does not change; otherwise at or above the root.
         guess = y - excess / s1
         moved = y - guess > y * fine
     else:
@@ -170,12 +169,13 @@ def _next(y, s, s1, k, lo, hi, last, before, c, p, fine, POWER: tl.constexpr):
             away = tl.where(tl.abs(log_norm) < 0.01, small, 1.0 - tl.exp(-log_norm)) * (s / s1)
             left = 1.0 - away
             guess = y * tl.exp(_log1p(-away, left, 1.0 / left) * p)
-            # For alpha > 2 the slope may be infinite where an entry enters: a short step is no sign of convergence.
+            # For alpha > 2 the slope may be infinite where an entry enters the support, so a short step does not imply
+            # convergence.
             guarded = c > 1
             guess = tl.where(guarded, y - excess / s1, guess)
             moved = tl.where(guarded, tl.abs(excess) > fine, y - guess > y * fine)
         moved = moved & ((hi - lo > hi * fine) | ~guarded)
-        # A step out of the bracket, or longer than half of the one before the last, is replaced by a bisection.
+        # A step out of the bracket, or longer than half of the step before the last, is replaced by a bisection.
         sound = (guess > lo) & (guess < hi) & (tl.abs(guess - y) <= 0.5 * before)
         guess = tl.where(guarded & ~sound, 0.5 * (lo + hi), guess)
         before = last
@@ -236,7 +236,7 @@ def _resident(x, out, column, keep, sxn, son, floor, c, p, POWER: tl.constexpr, 
 def _streamed(
     x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr
 ):
-    """Rows that do not fit the registers: read again in each iteration, from the L2 cache if they fit it."""
+    """Rows that do not fit the registers: they are read again in each iteration, from the L2 cache if they fit it."""
     J: tl.constexpr = column.shape[1]
     T: tl.constexpr = column.shape[2 * AXIS]
     classes = tl.max(_load(x, column, alive & (column < n), sxn), 1)
@@ -293,7 +293,7 @@ def _place(
 ):  # fmt: skip
     """(a, c, column, mask of existing rows) of this program's tile."""
     row = tl.arange(0, M)
-    if FLAT:  # C is small: a tile continues in the next a
+    if FLAT:  # C is small, so a tile may span several values of a
         row = _spread(tl.program_id(0).to(tl.int64) * M + row, AXIS)
         a, c = row // C, row % C
         alive = row < A * C
@@ -313,8 +313,8 @@ def _place(
 def _at(pointer, a, b, stride_a, stride_b, AXIS: tl.constexpr):
     """Pointers to the first columns of rows (a, b)."""
     if AXIS == 0:
-        # Hides the pointer's alignment from the compiler, which would give a thread four neighbouring rows, and four
-        # times the state of an iteration. One row per lane is as coalesced.
+        # This hides the pointer's alignment from the compiler, which would otherwise give a thread four neighbouring
+        # rows, with four times the state of an iteration. One row per lane is coalesced just as well.
         pointer += tl.program_id(1)
     return pointer + a * stride_a + b * stride_b
 
@@ -340,7 +340,7 @@ def _forward_kernel(
         c = _spread(tl.full([M], scale, tl.float32), AXIS)
         _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, POWER, RESIDENT, AXIS)
     else:
-        # The rows of a tile mostly share an alpha, whose cheapest form is used.
+        # The rows of a tile mostly share an alpha, so the cheapest form that is valid for all of them is used.
         c = tl.load(scales + a * C + b, mask=alive, other=float("inf"))
         least = tl.min(tl.ravel(c), 0)
         most = tl.max(tl.ravel(tl.where(alive, c, -float("inf"))), 0)
@@ -393,7 +393,8 @@ def _mean(total, weighted):
 
 @triton.jit
 def _alpha_terms(g, y, EXACT: tl.constexpr):
-    """Terms of a row's alpha gradient, sum g y / c^2 - sum g y log y / c, where g has its mean under u subtracted."""
+    """(g y, g y log y), the terms of a row's alpha gradient sum g y / c^2 - sum g y log y / c; g is given minus its
+    mean under u."""
     gy = g * y
     return gy, gy * (_log2(tl.where(y > 0, y, 1.0), EXACT) * 0.6931471805599453)
 
@@ -405,7 +406,8 @@ def _backward_kernel(
     POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A program computes M rows of n columns of dx = u (grad - sum(u grad) / sum u), and their d_alpha [A, C].
+    """A program computes M rows of n columns of dx = u (grad - sum(u grad) / sum u), and the elements of d_alpha [A, C]
+    of these rows.
 
     It reads grad and y once if RESIDENT, else twice. dx or d_alpha may be None.
     """
@@ -459,7 +461,7 @@ def _backward_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """M rows by J * T columns, J * M * T / (32 * warps) entries a thread; J columns form a class."""
+    """A tile of M rows by J * T columns, with J * M * T / (32 * warps) entries per thread; J columns form a class."""
 
     M: int
     J: int
@@ -474,18 +476,18 @@ class _Tile:
 
 
 def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) -> _Tile:
-    """The tile for rows of n columns `stride` apart, of which a thread holds about `held` entries.
+    """The tile for rows of n columns that are `stride` apart, with about `held` entries per thread.
 
-    A barrier takes longer than a thread with more entries: as few warps as hold the row. A warp reads 16 bytes a lane,
-    and 128 bytes per row if it has several rows.
+    It has as few warps as can hold the row, because barriers cost more than additional entries per thread. A warp reads
+    16 bytes per lane, and 128 bytes per row if it has several rows.
     """
     columns = triton.next_power_of_2(n)
     lanes = 16 // itemsize * 32
     if stride > 1 and C < 8 and columns <= 64:
-        # Too few neighbouring rows for coalesced loads: a thread has whole rows, whose sectors stay in the cache.
+        # Too few neighbouring rows for coalesced loads: each thread has a whole row, and its sectors stay in the cache.
         return _Tile(max(32, 1024 // columns), columns, 1, 1, flat=True)
     if stride > 1:
-        # Neighbouring rows are contiguous: 64 bytes of them.
+        # Neighbouring rows are adjacent in memory: a tile has 64 bytes of them.
         rows = min(triton.next_power_of_2(C), 64 // itemsize)
         if columns * rows > min(resident, 16384):
             return _Tile(rows, 16, 16, 8, 0, resident=False)
@@ -506,7 +508,7 @@ def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A launch without its tensors. order: the other dimensions in the order of A * C."""
+    """A launch without its tensors. order: the dimensions other than `dim` in the order of A * C."""
 
     grid: tuple[int]
     numbers: tuple[int | float, ...]
@@ -561,7 +563,7 @@ def forward(
     """Probabilities along `dim`, in the dtype and layout of x (fp32, fp16 or bf16, any strides); arithmetic is fp32.
 
     alpha: above 1; a number, or a tensor with the dimensions of x that broadcasts to it and has size 1 at `dim`.
-    resident: most columns held in registers. run: launches the kernel.
+    resident: the largest number of columns held in registers. run: launches the kernel.
     """
     out = torch.empty_like(x)
     number = None if isinstance(alpha, Tensor) else alpha
@@ -589,7 +591,7 @@ def backward(
     dx = torch.empty_like(y) if needs[0] else None
     number = None if isinstance(alpha, Tensor) else alpha
     strides = grad.stride(), y.stride(), (y if dx is None else dx).stride()
-    # Two operands are held.
+    # Two operands are held in registers, so each gets half.
     plan = _plan(y.shape, strides, y.element_size(), _exact(y), number, dim, 32, resident // 2)
     if plan is None:
         got, d_alpha = backward(
@@ -610,7 +612,7 @@ def backward(
 
 
 def _scales(alpha: Tensor, x: Tensor, dim: int, order: list[int]) -> Tensor:
-    """alpha - 1 of each row, fp32, contiguous, in this order of dimensions."""
+    """alpha - 1 of each row, fp32, contiguous, with dimensions in the given order."""
     rows = list(x.shape)
     rows[dim] = 1
     scales = (alpha - 1).float().expand(rows).squeeze(dim)
@@ -619,7 +621,7 @@ def _scales(alpha: Tensor, x: Tensor, dim: int, order: list[int]) -> Tensor:
 
 
 def _power(alpha: float, exact: bool) -> int:
-    """POWER of an alpha that is a number."""
+    """The POWER for an alpha that is a number."""
     power = 1 / (alpha - 1)
     # Up to a power of 8, products are faster than a logarithm and an exponential.
     if 1 <= power < 8.5 and abs(power - round(power)) < 1e-9:
@@ -637,8 +639,8 @@ def _layout(
 ) -> tuple[int, int, list[tuple[int, int, int]], list[int]] | None:
     """(A, C, strides (a, c, column) of each tensor, the other dimensions in the order of A * C).
 
-    The dimensions other than `dim` merged into two, the inner one with the smaller strides; None if the strides do not
-    allow it.
+    The dimensions other than `dim` are merged into two, A and C, where C has the smaller strides; None if the strides
+    do not allow it.
     """
     dim %= len(shape)
     order = [i for i in range(len(shape)) if i != dim]

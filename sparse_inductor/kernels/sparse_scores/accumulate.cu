@@ -1,8 +1,8 @@
 // Integer scores of a chunk of documents for one query, accumulated in shared memory: see accumulate.py.
 //
 // Constants: WARPS per block; CHUNK, documents per chunk; APART, words between two queries' candidate counters; LISTED,
-// whether chunk_docs [., CHUNK] lists a chunk's documents, which are sampled; RANKED, 0 or the number of sampled documents
-// from which the threshold is computed.
+// whether chunk_docs [., CHUNK] lists the documents of a sampled chunk; RANKED, the number of sampled documents from which
+// the threshold is computed, or 0.
 
 #include "device.cuh"
 
@@ -10,9 +10,9 @@ constexpr u32 THREADS = 32 * WARPS;
 // Postings that a warp processes at a time: 8 per lane, all in flight. Longer lists are shared among the warps.
 constexpr u32 PIECE = 256;
 
-alignas(16) __shared__ int scores[CHUNK + 32];  // the last word per lane is never read
+alignas(16) __shared__ int scores[CHUNK + 32];  // the last 32 words, one per lane, are never read
 
-// Add N groups of 32 postings; SOME: only the existing ones, `left` from this lane's first on.
+// Add N groups of 32 postings. SOME: postings may be missing; `left` is the number of postings from this lane's first on.
 template <int N, bool SOME>
 __device__ void add(const int* postings, int left, int weight) {
     int x[N];
@@ -20,11 +20,11 @@ __device__ void add(const int* postings, int left, int weight) {
     for (int i = 0; i < N; i++) x[i] = load_once(postings + 32 * i, !SOME || left > 32 * i);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        // A lane without a posting adds to a word that is never read: a branch would take the whole warp longer.
+        // A lane without a posting adds to a word that is never read, because a branch would slow down the whole warp.
         u32 place = !SOME || left > 32 * i ? x[i] & CHUNK - 1 : CHUNK + lane_id();
-        asm("" : "+r"(place));  // or the compiler shifts before it masks, an instruction more
-        // The high half of posting * weight; the document's bits are too small to matter. It is made odd, so that a positive
-        // contribution is not 0.
+        asm("" : "+r"(place));  // otherwise the compiler shifts before it masks, which takes one more instruction
+        // The high half of posting * weight; the document's bits are too small to matter. It is made odd, so that a
+        // positive contribution is not 0.
         atomicAdd(&scores[place], __mulhi(x[i], weight) | 1);
     }
 }
@@ -32,8 +32,9 @@ __device__ void add(const int* postings, int left, int weight) {
 // Add the contributions of a query's n terms. The first `longs` are at the start of their rows, the others `gap` places
 // further on.
 //
-// A lane looks up one list, 32 lists at a time, and the warps process the lists' pieces in turn: piece x belongs to the
-// first lane whose running count of pieces is larger. All warps look up all lists, so that none waits for another.
+// A warp looks up 32 lists at a time, one per lane, and the warps process the pieces of the lists in turn: piece x belongs
+// to the first lane with a running count of pieces larger than x. All warps look up all lists, so that no warp waits for
+// another.
 __device__ void accumulate(const int* offsets, const int* postings, const int* terms, const int* weights, u32 n,
                            u32 longs, u32 gap) {
     u32 x = threadIdx.x / 32;
@@ -104,10 +105,10 @@ __device__ void append(int threshold, int* found, i64* candidates, u32 capacity,
     }
 }
 
-// The score of rank `rank` among the first RANKED documents, or a little less: see `kth_largest`. Negative ones count
-// for nothing.
+// The score of rank `rank` among the first RANKED documents, or a little less: see `kth_largest`. Negative scores are
+// ignored.
 __device__ int ranked(int rank, const bool* deleted, const int* docs) {
-    __shared__ int largest, reached[12];  // steps: within 2^-12 of the largest, in a third of the time of all
+    __shared__ int largest, reached[12];  // 12 steps end within 2^-12 of the largest, in a third of the time of all 31
     constexpr int EACH = RANKED / THREADS;
     int x[EACH + 1], most = 0;
     if (threadIdx.x < 12) reached[threadIdx.x] = 0;
@@ -135,18 +136,19 @@ __device__ int ranked(int rank, const bool* deleted, const int* docs) {
     return max(found, 1);
 }
 
-// A block a (chunk, query): scores the chunk, then appends what reaches the query's threshold, or makes that.
+// One block per (chunk, query): scores the chunk, then appends the documents that reach the query's threshold, or, if
+// RANKED, computes the threshold.
 //
-// Queries run fastest, so that a chunk's postings are in L2 while all queries pass over them. Reads 4 bytes a posting
-// of the query's terms in the chunk and 8 bytes a term of offsets; writes 8 bytes a candidate. Six blocks of 40
-// registers a thread on an SM, as many as 32 KiB of scores each allow.
+// Queries vary fastest in the grid, so that a chunk's postings stay in L2 while all queries read them. Reads 4 bytes per
+// posting of the query's terms in the chunk and 8 bytes of offsets per term; writes 8 bytes per candidate. Six blocks of 40
+// registers per thread run on an SM, the most that 32 KiB of scores per block allow.
 extern "C" __global__ void __launch_bounds__(THREADS, RANKED ? 4 : 6)
     score_chunks(const int* postings, const int* offsets, const i64* bases, const int* chunk_docs, const int* terms,
                  const int* weights, const int* counts, const int* long_counts, int* threshold, int* found,
                  i64* candidates, const bool* deleted, u32 B, u32 V1, u32 L, u32 capacity, int rank,
                  void*, void*) {
     const u64 c = blockIdx.x / B, q = blockIdx.x % B;
-    const u32 n = counts[q], longs = long_counts[q];  // on their way while scores become 0
+    const u32 n = counts[q], longs = long_counts[q];  // in flight while the scores are set to 0
     const i64 base = bases[c];
 #pragma unroll
     for (u32 i = 0; i < CHUNK; i += 4 * THREADS) *reinterpret_cast<int4*>(&scores[i + 4 * threadIdx.x]) = {};

@@ -1,12 +1,12 @@
 """Integer scores of a chunk of documents for one query (GPUSparse, section 4.2, made exact).
 
-A posting is one int32: the weight as a signed 19-bit fraction of the collection's largest, then 13 bits of the
+A posting is one int32: the weight as a signed 19-bit fraction of the collection's largest weight, then 13 bits for the
 document's place in its chunk. A query weight is an int32 fraction of the query's sum. The high half of their product,
-made odd, is added to the document's int32 accumulator. Integer additions commute: whatever order the threads come in,
-the bits are the same.
+made odd, is added to the document's int32 accumulator. Integer additions commute, so the result does not depend on the
+order in which threads add.
 
-Accumulators are in shared memory (accumulate.cu), or for the portable kernel, which also runs in the interpreter, in a
-scratch row of global memory that stays in L2.
+Accumulators are in shared memory (accumulate.cu). The portable kernel, which also runs in the interpreter, keeps them
+in a scratch row of global memory that stays in L2.
 
 These kernels find candidates; `sparse_scores.search` proves that they suffice and rescores them exactly.
 """
@@ -22,10 +22,12 @@ from ..common.cuda import CudaKernel
 from ..common.launch import relaunched
 
 CHUNK_BITS = 13
-# 32 KiB of accumulators: more than 48 KiB of shared memory would need an attribute of the kernel.
+# 32 KiB of accumulators: more than 48 KiB of shared memory would require setting an attribute of the kernel.
 CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
-MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
+MAX_SUM = (
+    1 << 30
+)  # bound of a query's sum of |integer weights|: accumulators stay within 2^29, plus 1 per term
 
 # Words between the candidate counters of two queries, a cache line: atomics on the same line would be serialised.
 COUNTERS_APART = 32
@@ -46,8 +48,8 @@ def _contribution(posting, weight):
 
 @triton.jit
 def kth_largest(x, k, STEPS: tl.constexpr):
-    """The k-th largest of non-negative int32 by bisection; with fewer than 31 steps a lower bound of it, within
-    2^-STEPS of the largest. 0 if there are fewer than k."""
+    """The k-th largest of non-negative int32 by bisection. With fewer than 31 steps it is a lower bound, within
+    2^-STEPS of the largest. 0 if fewer than k are positive."""
     width = tl.max(x, axis=0) + 1
     found = 0
     for _ in range(STEPS):
@@ -59,7 +61,7 @@ def kth_largest(x, k, STEPS: tl.constexpr):
 
 @triton.jit
 def place_of_term(i, long, n, L):
-    """Place of term i of n in its query's row of L: long ones at the start, the others at the end."""
+    """Place of term i of n in its query's row of L: terms with long lists are at the start, the others at the end."""
     return tl.where(i < long, i, L - n + i)
 
 
@@ -113,14 +115,14 @@ def portable_kernel(
                 place = acc + (x & _ID_MASK)
                 tl.atomic_add(place, _contribution(x, w[:, None]), mask=here, sem="relaxed")
         tl.debug_barrier()
-        # .cg: atomics update L2, so that a line in L1 may be stale
+        # .cg: atomics update L2, so a line in L1 may be stale.
         if RANKED:
             place = tl.arange(0, RANKED)
             score = tl.load(acc + place, cache_modifier=".cg")
             doc = tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
             score = tl.where(tl.load(deleted + doc, mask=score > 0, other=0) != 0, 0, score)
-            # 12 steps: within 2^-12 of the largest score, so that a few per cent more documents reach the threshold, in
-            # a third of the time
+            # 12 steps end within 2^-12 of the largest score: a few per cent more documents reach the threshold, in a
+            # third of the time.
             tl.store(threshold + q, tl.maximum(kth_largest(score, rank, 12), 1))
             tl.store(found + q * _APART, 0)
         else:

@@ -1,7 +1,7 @@
-"""The best documents by their scores: the largest first, equal ones by lowest id, NaN above all numbers.
+"""The k best documents by their scores: the largest first, equal scores by lowest id, NaN above all numbers.
 
-For few documents one launch suffices, in which every score counts the scores before it: these comparisons take less
-time than the host needs for a selection. For more documents, keys are selected one block of documents after the other.
+For few documents one launch suffices: the place of every score is the number of better scores. These comparisons take
+less time than the host needs for a selection. For more documents, keys are selected one block of documents at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .sort import LOWEST, doc_of, score_of
 _LOWEST = tl.constexpr(LOWEST)
 _NAN = tl.constexpr(0x7FC00000)  # every NaN, above infinity
 
-# Comparisons per step: 32 a thread of 4 warps.
+# Scores per program, and scores they are compared with per step: 32 comparisons per thread of 4 warps.
 _BLOCK, _OTHERS = 64, 64
-# Most comparisons of all queries: about 10 us on an H200, where keys and a sort take the host 200 us.
+# The largest number of comparisons for all queries: about 10 us on an H200, where keys and a sort take the host 200 us.
 _COMPARED = 1 << 26
-# Most documents of a query: every program reads all of them.
+# The largest number of documents for one launch: every program reads all of them.
 _DOCUMENTS = 1 << 12
 
 # Documents and queries per tile of `_keys_kernel`, which transposes: scores are document-major, keys query-major.
@@ -34,7 +34,7 @@ _RESULTS = 1024
 
 @triton.jit
 def _key_of(x, id_):
-    """Scores as keys, ordered with the lower id first."""
+    """Keys of scores: a larger score, or the lower id of equal scores, has the larger key."""
     x = x.to(tl.float32)
     return _key(tl.where(x != x, _NAN, _ordered(x)), id_)
 
@@ -51,10 +51,10 @@ def _keys(scores, at, N, stride):
 def _rank_kernel(
     scores, best, ids, N, k, stride_q, stride_n, BLOCK: tl.constexpr, OTHERS: tl.constexpr
 ):
-    """Program (q, part), parts fastest, writes those of BLOCK scores of a query that are among the k best to their
-    places.
+    """Program (q, part), with parts varying fastest, handles BLOCK scores of a query and writes those among the k best
+    to their places.
 
-    Reads all N scores of the query. Keys are distinct, so that every place is written once.
+    It reads all N scores of the query. Keys are distinct, so every place is written once.
     """
     parts = tl.cdiv(N, BLOCK)
     q = (tl.program_id(0) // parts).to(tl.int64)
@@ -109,7 +109,7 @@ def search(
     """The best documents [B, k] of `sparse_scores`'s arguments, k > 0: scores in out_dtype, not fp64, and int64 ids."""
     blocks = documents.blocks(query, ids, values, rows, offsets, num_docs, out_dtype)
     if num_docs <= _DOCUMENTS and query.shape[0] * num_docs**2 <= _COMPARED:
-        ((_, scores),) = blocks  # so few are one block
+        ((_, scores),) = blocks  # so few documents are one block
         return best(scores, k)
     return selected(blocks, k)
 

@@ -2,8 +2,8 @@
 
     sums[s] = sum over 64-bit words w of (low(w) + a) * (high(w) + b)  mod 2^64,   s = 0, 1
 
-a and b are random 32-bit numbers for each place in a tile, to which a multiple of the tile's number is added (NH of
-UMAC, a universal hash). For any change, one sum is unchanged with probability 2^-32, both with 2^-64.
+a and b are random 32-bit keys for each place in a tile, plus a multiple of the tile's number (the universal hash NH of
+UMAC). For any change, each sum stays the same with probability 2^-32, and both do with probability 2^-64.
 
 One launch reads all tensors; its last program writes the sums to pinned memory of the host.
 """
@@ -17,8 +17,8 @@ import triton.language as tl
 from ..common.launch import relaunched, sm_count
 
 # (programs per SM, warps), enough loads in flight: 62 us for 100,000 x 128 entries on an H100 (66 with three programs,
-# 67 to 74 with one that has two or four tiles at a time). On a separate stream, beside the search, it ends later, and
-# the host waits for it.
+# 67 to 74 with one program that reads two or four tiles at a time). On a separate stream, concurrent with the search,
+# the checksum ends later, and the host waits for it.
 _PROGRAMS, _WARPS = 4, 8
 _TENSORS = 4
 _COUNTER = tl.constexpr(2 * _TENSORS + 1)

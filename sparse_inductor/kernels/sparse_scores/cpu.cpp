@@ -32,7 +32,7 @@ float score_of(int64_t key) {
 }
 
 constexpr int64_t kChunk = 1 << 14;  // documents whose sums stay in a core's cache
-constexpr int64_t kBlock = 64;       // sums that are compared with the bound at a time, or weights with 0
+constexpr int64_t kBlock = 64;       // sums compared with the bound at a time, and weights compared with 0 at a time
 
 struct Segment {
   int64_t count;
@@ -72,16 +72,17 @@ bool find_terms(const float* query, int64_t num_terms, std::vector<int64_t>& ter
   return finite;
 }
 
-// Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
-// the bits are those of ATen's index_add_.
+// Writes the keys of the k best documents of some segments, the best first, to `scratch.found`, which must be empty.
+// `scratch.terms` are the query's terms. Other arguments are those of `sparse_index_search`.
 //
-// Writes the keys of the k best documents of some segments to `scratch.found`, which must be empty, the best first, for the
-// query with `scratch.terms`. Other arguments as for `sparse_index_search`.
+// Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off),
+// so results are bitwise equal to those of ATen's index_add_.
 void search(
     const Segment* segments, int64_t num_segments, const float* query, int64_t first, const bool* barred,
     const int64_t* allowed, int64_t num_allowed, int64_t k, Scratch& scratch) {
   const std::vector<int64_t>& terms = scratch.terms;
-  // The best so far and later candidates; a score must be above the bound, since equal scores go to lower ids.
+  // The k best documents so far, and candidates found since. A candidate's score must be above the bound, since of equal
+  // scores the lower ids are kept.
   const int64_t most = std::max<int64_t>(4 * k, 1024);
   std::vector<int64_t>& found = scratch.found;
   found.reserve(most + kBlock);
@@ -107,7 +108,7 @@ void search(
       double* const sums = scratch.sums.data() - start;
       const int64_t* const here = next_allowed;
       next_allowed = std::lower_bound(here, allowed_end, first + end);
-      if (allowed) {  // other documents' sums are not read
+      if (allowed) {  // sums of other documents are not read
         for (const int64_t* id = here; id < next_allowed; ++id) sums[*id - first] = 0;
       } else {
         std::fill_n(scratch.sums.begin(), end - start, 0.0);
@@ -149,12 +150,14 @@ void search(
 
 }  // namespace
 
-// Writes the keys of the k best documents of some segments to each row of `best` [num_queries], the best first, padded with
-// the least int64; rows are `stride` apart. finite: whether each query is finite; one that is not has no results.
+// Writes the keys of the k best documents of some segments to the row of each query in `best` [num_queries, k], the best
+// first, padded with the least int64; rows are `stride` apart. finite: whether each query is finite; a query that is not
+// has no results.
 //
 // segments: for each segment the number of its documents and the addresses of offsets [num_terms + 1], docs and weights
-// [postings]. queries [num_queries, num_terms]. first: id of the first document. barred: null, or whether each document must
-// not be in a result. allowed: null, or the ids of the documents that are not barred, ascending, if they are few.
+// [postings]. queries [num_queries, num_terms]. first: id of the first document. barred: null, or for each document whether
+// it is excluded from the results. allowed: null, or, if they are few, the ascending ids of the documents that are not
+// barred.
 extern "C" void sparse_index_search(
     const Segment* segments, int64_t num_segments, const float* queries, int64_t num_queries, int64_t num_terms,
     int64_t first, const bool* barred, const int64_t* allowed, int64_t num_allowed, int64_t k, int64_t* best,
@@ -189,7 +192,8 @@ extern "C" void sparse_index_unmarked(const bool* marks, int64_t count, int64_t*
 
 namespace {
 
-// The two sums of `words` words, to whose halves 32-bit keys, and `apart`, are added.
+// Adds to `sum` the products of the two halves of `words` 64-bit words, after adding to each half its 32-bit key and its
+// element of `apart`.
 void add_products(
     const char* data, int64_t words, const uint32_t* keys, const uint32_t apart[2], uint64_t* sum) {
   int64_t i = 0;

@@ -35,7 +35,7 @@ _library: ctypes.CDLL | None = None
 
 def ready(wait: bool = False, worth_compiling: bool = True) -> bool:
     """Whether `Segments` can be searched. The first call with worth_compiling starts the compilation; any call loads a
-    library that was compiled earlier. wait: return after that."""
+    library that was compiled earlier. wait: wait until this has ended."""
     if _library is None and (worth_compiling or _compiled_before()):
         compiling = _begin()
         if wait:
@@ -79,9 +79,10 @@ class Segments:
         self._held = postings, None if live == N else barred, allowed
 
     def search(self, queries: Tensor, segments: range, keys: Tensor, finite: Tensor) -> None:
-        """Write the keys [b, k] (`sparse_inductor.aten.top`) of the k best documents of some segments for queries fp32
-        [b, V], in descending order, padded with the least int64; and finite [b], bool, whether a query is finite,
-        without which it has no results.
+        """Search some segments for queries fp32 [b, V].
+
+        Writes the keys [b, k] (`sparse_inductor.aten.top`) of the k best documents, in descending order, padded with
+        the least int64, and finite [b], bool. A query that is not finite has no results.
         """
         assert _library is not None
         first = self.first[segments.start]

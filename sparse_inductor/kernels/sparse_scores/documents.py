@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..common.launch import relaunched
 
-# Scores per block, which takes 16 MiB, with keys 32 MiB, and about as much again in `topk`.
+# Scores per block: 16 MiB, plus 32 MiB for keys and about as much again in `topk`.
 BLOCK = 1 << 22
 _FEW = 4  # most queries for which a tile of documents per query wastes less than a row of queries per document
 
@@ -92,8 +92,8 @@ def _few_kernel(
 
 
 def table_of(query: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Queries [B, V] as the table of `score_rows`: a view [V, B] if they are few, else a contiguous [V + 1, B] in the
-    dtype of the sums, whose last row, for invalid ids, is 0."""
+    """Queries [B, V] as the table of `score_rows`: a view [V, B] for few queries, else contiguous [V + 1, B] in the
+    dtype of the sums. The last row is for invalid ids and holds 0."""
     if query.shape[0] <= _FEW:
         return query.t()
     query = query.to(torch.float64 if wide else torch.float32)
@@ -130,12 +130,12 @@ def score_rows(
     flags = {"PADDED": padded, "UNSIGNED16": ids.dtype == torch.int16}
     with torch.cuda.device_of(table):
         if few:
-            # 16 documents by 32 entries: 512 loads in flight for the 128 threads, a 127-term document in 4 steps
+            # 16 documents by 32 entries: 512 loads in flight for 128 threads; a document of 127 terms takes 4 steps.
             _few_kernel[(triton.cdiv(count, 16), B)](
                 *args, *table.stride(), WIDE=wide, DOCS=16, WIDTH=32, num_warps=4, **flags
             )
         else:
-            # rows of up to 256 queries, 2 to a thread at 4 warps; 8 entries in flight hide the gather's latency
+            # Rows of up to 256 queries, 2 per thread with 4 warps; 8 entries in flight hide the latency of the gather.
             width = min(256, triton.next_power_of_2(B))
             grid = (count, triton.cdiv(B, width))
             _rows_kernel[grid](*args, BB=width, UNROLL=8, num_warps=4, **flags)
@@ -145,8 +145,8 @@ def score_rows(
 def _by_row(
     rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, num_docs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coordinates as (offsets, ids, values). Sorted coordinates are not copied, which the host has to check with a
-    synchronisation; while a CUDA graph is captured they are always sorted."""
+    """Coordinates as (offsets, ids, values). Coordinates that are sorted already are not copied; checking this requires
+    a host synchronisation, so while a CUDA graph is captured they are always sorted again."""
     rows = torch.where(rows < 0, rows + num_docs, rows)
     capturing = rows.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or bool((rows[1:] < rows[:-1]).any()):

@@ -1,4 +1,4 @@
-"""Merge of several processes' sorted results: the place of a key is the number of larger keys in all lists."""
+"""Merge of the sorted results of several processes: the place of a key is the number of larger keys in all lists."""
 
 from __future__ import annotations
 

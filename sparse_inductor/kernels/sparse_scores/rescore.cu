@@ -1,9 +1,9 @@
 // Exact scores of a query's kept documents from their rows: see rescore.py.
 //
-// Constants: WARPS per block; STORED, the type of weights: float, unsigned short (fp16) or unsigned char, with a scale and
-// a zero per chunk of documents; ROOM, most documents of a query; APART, words between two queries' candidate counters;
-// RANKED, whether the only block of a query also writes the k best, of at most RANKED_UP_TO; READ_ANYHOW, terms of a row
-// that are read unconditionally; PDL.
+// Constants: WARPS per block; STORED, the type of weights: float, unsigned short (fp16), or unsigned char with a scale and
+// a zero per chunk of documents; ROOM, the largest number of documents of a query; APART, words between two queries'
+// candidate counters; RANKED, whether the only block of a query also writes the k best, from at most RANKED_UP_TO keys;
+// READ_ANYHOW, terms of a row that are read unconditionally; PDL, programmatic dependent launch.
 
 #include "device.cuh"
 
@@ -13,21 +13,21 @@ constexpr bool SCALED = sizeof(STORED) == 1;
 constexpr u32 ROWS = SCALED ? 512 : 1024, TURN = 8 * WARPS;
 // Position of a row's length in the 64 bits of its start.
 constexpr u32 LENGTH_AT = 40;
-// Terms of a row per round, eight per lane. Nearly all rows of about 127 terms have four rounds (READ_ANYHOW), that is more
-// than three.
+// Terms of a row per round, eight per lane. Nearly all rows of about 127 terms need four rounds (READ_ANYHOW), so the check
+// whether another round exists starts after three (SURE).
 constexpr int ROUND = 32, ROUNDS = 8, ANYHOW = READ_ANYHOW / ROUND, SURE = 3, LONG = ROUNDS * ROUND;
-// Most entries of up to 32 rows of a warp that passed the filter; for scaled weights the row's number is stored above the
-// entry's.
+// The largest number of entries, of up to 32 rows of a warp, that passed the filter. For scaled weights the row number is
+// stored in the bits above the entry number.
 constexpr u32 PASSED = 96, ROW_AT = 44;
-constexpr u32 FILTER_TERMS = 1023;  // with more terms a quarter of the bits is set, and loading all weights is as fast
+constexpr u32 FILTER_TERMS = 1023;  // with more terms, over a quarter of the bits is set and loading all weights is as fast
 constexpr u32 CLASSES = 8;  // classes of lengths, in steps of 32
 constexpr u32 MOST = RANKED_UP_TO;  // keys that a block ranks, in as many buckets
 constexpr u32 EACH = MOST / THREADS;
 
 alignas(128) __shared__ union {
     struct {
-        // A line for each low byte of a term, which distinguishes common terms, whose numbers are close to each other in
-        // some vocabularies. A word has a bit for each value of the next five bits, and is repeated for all 32 banks.
+        // A line for each low byte of a term, which separates common terms, since these have adjacent numbers in some
+        // vocabularies. A word has a bit for each value of the next five bits, and is repeated for all 32 banks.
         // Overlapping lines of half the size let twice as many other terms pass: 252 us per batch of 500 at 100 000
         // documents instead of 247 (H200).
         u32 filter[256][32];
@@ -94,7 +94,7 @@ __device__ void set_filter(const int* terms, u32 count, u32 longs, u32 gap) {
 
 // Shift the filter's answers for eight terms into the upper bits of `answers`.
 //
-// Products of bytes extract a byte or compute its address, in another pipe than shifts.
+// Dot products of bytes (dp4a) extract a byte or compute its address, in a different pipe from shifts.
 __device__ void ask(const uint4& terms, u32& answers) {
     const u32 bank = shared_address(&room.filter[0][lane_id()]);
     const u32 words[] = {terms.x, terms.y, terms.z, terms.w};
@@ -115,7 +115,7 @@ __device__ u32 valid(int left, int first) {
     return ~__funnelshift_lc(0u, ALL, bits);
 }
 
-// Clear the highest bit and return its entry, in a word of every second round; any number if no bit is set.
+// Clear the highest bit and return the number of its entry, for a word of every second round; arbitrary if no bit is set.
 __device__ u32 take(u32& bits) {
     const u32 bit = highest(bits);
     bits &= ~(1u << bit % 32);
@@ -144,7 +144,8 @@ __device__ void add(const Collection& c, float2 scale, u64 entry, u32& even, u32
     for (int j = 0; j < 8; j++) sum = fma(double(value_of(bits[j], scale)), double(weights[j]), sum);
 }
 
-// The scores of rows that do not fit the list, computed directly; the filter has answered for a row's first 256 entries.
+// The scores of rows that do not fit the list, computed directly; `even` and `odd` are the filter's answers for a row's
+// first 256 entries.
 __device__ double sum_of(const Collection& c, float2 scale, u64 entry, int left, u32 even, u32 odd) {
     double sum = 0;
     for (u64 next = entry + LONG;; next += 2 * ROUND) {
@@ -161,7 +162,7 @@ __device__ double sum_of(const Collection& c, float2 scale, u64 entry, int left,
     return across(sum, [](double a, double b) { return a + b; }, 4);
 }
 
-// The entries of a warp's rows, of up to four turns, that passed the filter, in order; then their products.
+// The entries of a warp's rows, from up to four turns, that passed the filter, in order; later replaced by their products.
 struct List {
     const Collection& c;
     u64* const entries;
@@ -170,8 +171,8 @@ struct List {
     u32 used = 0, turns;
     u32 begins = ALL;  // start of this lane's row in the list, below its length; ALL if it is not in the list
 
-    // Replace entries by products of weights and the query's weights, which are 0 for false positives of the filter. Returns
-    // the document of this lane's row, or -1.
+    // Replace entries by products of weights and the query's weights, which are 0 for false positives of the filter.
+    // Returns the document of this lane's row, or -1.
     __device__ int multiply() {
         __syncwarp();
         const u32 i = document();
@@ -222,10 +223,10 @@ struct List {
 // Write keys of scores that are fp64 sums over rows.
 //
 // Few of a row's terms are in the query. A lane looks up eight terms at a time in the filter, in its own bank, and keeps
-// the answers as bits. Entries that pass go to the warp's list, in order. When the list is full, or has 32 rows, the lanes
-// load the weights and the query's weights of its entries and replace them by the products; then a lane sums a row. Rows
-// that do not fit the list are summed directly. The next rows are loaded meanwhile. The first lists of different warps have
-// different numbers of rows, so that the warps do not wait at the same time.
+// the answers as bits. Entries that pass are appended to the warp's list, in order. When the list is full, or has 32 rows,
+// the lanes load the weights and the query's weights of its entries and replace the entries by the products; then each lane
+// sums a row. Rows that do not fit the list are summed directly. The next rows are loaded in the meantime. The first lists
+// of different warps have different numbers of rows, so that the warps do not all wait at the same time.
 //
 // i: document of the first of room.rows. step: distance of the documents of two rows that are TURN rows apart.
 __device__ void score_rows(const Collection& c, u32 i, u32 step) {
@@ -312,7 +313,7 @@ __device__ void score_rows(const Collection& c, u32 i, u32 step) {
     }
 }
 
-// (scale, zero) of a document, which are those of the last chunk that begins at or before it.
+// (scale, zero) of a document: the values of the last chunk that begins at or before it.
 __device__ float2 scale_of(int doc, const float2* scales, const int* chunk_docs, u32 chunks) {
     u32 low = 0;
     for (u32 high = chunks; high - low > 1;) {
@@ -322,8 +323,8 @@ __device__ float2 scale_of(int doc, const float2* scales, const int* chunk_docs,
     return scales[low];
 }
 
-// Write the scores and ids of the k best keys, each at its rank: a bucket sort in shared memory. See `_write_ranked`, which
-// does it in global memory.
+// Write the scores and ids of the k best keys, each at its rank: a bucket sort in shared memory. `_write_ranked` is the
+// same in global memory.
 __device__ void rank(const i64* keys, u32 n, u32 k, float* scores, i64* ids) {
     auto& [counts, begins, moved, sums, most, least] = room.ranks;
     i64 key[EACH];
@@ -375,12 +376,12 @@ __device__ void rank(const i64* keys, u32 n, u32 k, float* scores, i64* ids) {
     }
 }
 
-// Exact scores of the kept documents of a query; blocks (q, part). A filter rejects most terms that are not in the query,
-// if that has few enough terms. Reads the terms of a kept document's row (2 bytes per entry) once, and the weights of the
-// query's terms; writes 8 bytes per document.
+// Exact scores of the kept documents of a query; blocks (q, part). If the query has at most FILTER_TERMS terms, a filter
+// rejects most terms that are not in the query. Reads the terms of a kept document's row (2 bytes per entry) once, and the
+// weights of the query's terms; writes 8 bytes per document.
 //
-// RANKED: the only block of a query also writes the k best, if that is simple, and stores a count of -1; else it counts the
-// query in progress[2].
+// RANKED: the only block of a query also writes the k best in the simple case (see `simple`), and stores a count of -1;
+// otherwise it adds 1 to progress[2].
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rescore(const float* query, const i64* offsets, const unsigned short* terms, const STORED* weights,
             const float2* scales, const int* chunk_docs, u32 chunks, const int* query_terms, const int* query_counts,
@@ -427,8 +428,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
             where[u] = start | length << LENGTH_AT;
             kind[u] = i < n ? CLASSES - min(u32(length + start % 8 + 31) / 32, CLASSES) : CLASSES + 1;
         }
-        if (!PDL && first == 0) set_filter(query_terms, count, longs, L - count);  // beside the first look-ups
-        if (threadIdx.x < 32) room.classes[threadIdx.x] = 0;  // in the memory of this warp's list
+        if (!PDL && first == 0) set_filter(query_terms, count, longs, L - count);  // while the first look-ups are in flight
+        if (threadIdx.x < 32) room.classes[threadIdx.x] = 0;  // shares memory with the list of warp 0
         __syncthreads();                                      // all warps have scored the previous rows
         // Rows are sorted by length, the longest first, so that a warp's rows end at the same time.
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Exact scores from the rows: of a query's candidates, and of all documents for queries without a proof.
+"""Exact scores computed from rows: for a query's candidates, and for all documents if a query has no proof.
 
 A score is an fp64 sum over the document's row, rounded once to fp32. Score and id are one int64 key, ordered as (score,
 lower id first).
@@ -22,10 +22,12 @@ _TICKETS = tl.constexpr(
     1 << 13
 )  # tickets per turn: one per part, and one per program that finds no part
 
-# Most terms for which rescore.cu has a filter of a query's terms.
+# The largest vocabulary for which rescore.cu filters rows by a query's terms.
 FILTERED_UP_TO = 1 << 16
-READ_ANYHOW = 128  # terms per row that it reads unconditionally, in four rounds of 32
-RANKED_UP_TO = 1024  # most keys of a query that its block writes in order
+READ_ANYHOW = 128  # terms per row that rescore.cu reads unconditionally, in four rounds of 32
+RANKED_UP_TO = (
+    1024  # the largest number of keys of a query that a block of rescore.cu writes in order
+)
 filtered_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "rescore", __name__)
 
 
@@ -43,7 +45,7 @@ def _key(ordered, doc):
 
 @triton.jit
 def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr):
-    """(scale, zero) of 8-bit documents, which are those of the last chunk that begins at or before them."""
+    """(scale, zero) of 8-bit documents: the values of the last chunk that begins at or before each of them."""
     low = tl.zeros([N], tl.int32)
     high = tl.zeros([N], tl.int32) + chunks
     for _ in range(DEPTH):
@@ -56,7 +58,7 @@ def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.conste
 
 @triton.jit
 def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNED16: tl.constexpr):
-    """(terms, fp32 weights) of rows; 0 where `some` is off."""
+    """(terms, fp32 weights) of entries; 0 where `some` is False."""
     t = tl.load(terms + at, mask=some, other=0).to(tl.int32)
     if UNSIGNED16:
         t = t & 0xFFFF
@@ -74,7 +76,7 @@ def rescore_kernel(
     BITS: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (q, part) computes exact scores of the kept documents of query q, DOCS at a time. BITS: members [B, V /
-    32] is the mask of a query's terms. LEFT: count in progress[2] the queries whose answers remain to be written.
+    32] is the mask of a query's terms. LEFT: add to progress[2] the number of queries with results still to be written.
 
     Reads the terms of a kept document's row (2 bytes per entry) once, and the weights of the query's terms; writes 8
     bytes per document.
@@ -91,8 +93,8 @@ def rescore_kernel(
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
-        # Not loaded an iteration ahead: Triton 3.6 keeps the first iteration's bound of the loop over entries if that
-        # depends on a carried value.
+        # Not loaded an iteration ahead: if the bound of the loop over entries depends on a carried value, Triton 3.6
+        # keeps the bound of the first iteration.
         doc = tl.load(kept + i, mask=here, other=0)
         start = tl.load(offsets + doc)
         length = tl.where(here, tl.load(offsets + doc + 1) - start, 0).to(tl.int32)
@@ -100,8 +102,8 @@ def rescore_kernel(
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
             scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
-        # A warp reads one row, 32 entries at a time, with 96 in flight. Entries are the first axis, along which Triton
-        # places lanes if no axis is contiguous.
+        # A warp reads one row, 32 entries at a time, with 96 in flight. Entries are the first axis, because Triton
+        # places lanes along it if no axis is contiguous.
         acc = tl.zeros([32, DOCS], tl.float64)
         for j in range(0, tl.max(length, axis=0), 96):
             for u in tl.static_range(3):
@@ -112,7 +114,7 @@ def rescore_kernel(
                     terms, weights, at, some, scale[None, :], zero[None, :], BYTES, UNSIGNED16
                 )
                 if BITS:
-                    # A query's mask stays in L1; a sector of its row is read per term that it has.
+                    # A query's mask stays in L1, so a sector of the query's row is read only for terms it contains.
                     word = tl.load(members + (t >> 5), mask=some, other=0)
                     some = some & (((word >> (t & 31)) & 1) != 0)
                 x = tl.load(query + t, mask=some, other=0.0)
@@ -126,7 +128,7 @@ def rescore_kernel(
 
 @triton.jit
 def _drawn(progress, ticket, turn):
-    """`ticket`, or a new one if that belongs to an earlier turn."""
+    """`ticket`, or a new ticket if it belongs to an earlier turn."""
     if ticket < turn * _TICKETS:
         tl.atomic_max(progress, turn * _TICKETS, sem="relaxed")
         ticket = tl.atomic_add(progress, 1, sem="relaxed")
@@ -330,22 +332,22 @@ def everything_kernel(
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
     SORTED: tl.constexpr, SMALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exact answers from all documents for queries with status 1; returns at once if there are none.
+    """Exact results from all documents for queries with status 1; returns at once without such queries.
 
-    It is one launch without host synchronisation, also in a CUDA graph. The work consists of turns with as many parts
-    as there are programs; a turn begins when all parts of the previous one are done. Programs draw parts as tickets
-    (progress: tickets drawn, parts done), so that a program only waits for parts of programs that are running: the
-    number of resident programs does not matter, whereas a cooperative launch would wait for the whole GPU to be free.
+    It is one launch without host synchronisation, also in a CUDA graph. The work is divided into turns with one part
+    per program in the grid; a turn begins when all parts of the previous turn are done. Programs draw parts as tickets
+    (progress: tickets drawn, parts done), so a program waits only for parts of programs that are running. The number of
+    resident programs therefore does not matter, whereas a cooperative launch would wait until the whole GPU is free.
 
-    GROUP queries are computed together: their weights are neighbours in `table` [V, GROUP], so that an entry gathers
-    one sector for all. A part is a range of documents, scored into `scores` [GROUP, N]; the k-th best score is found
-    bit by bit with counts [32, GROUP]; documents above it, and the lowest of those equal to it, are written to keys, at
-    places computed from all parts' part_counts [programs, 2]. SORTED: also write these answers and those that rescoring
-    has not written; progress[2] is their number.
+    GROUP queries are computed together: their weights are adjacent in `table` [V, GROUP], so that an entry gathers one
+    sector for all of them. A part is a range of documents, scored into `scores` [GROUP, N]. The k-th best score is
+    found bit by bit with counts [32, GROUP]. Documents above it, and those equal to it with the lowest ids, are written
+    to keys, at places computed from part_counts [programs, 2] of all parts. SORTED: also write the scores and ids of
+    these queries and of those that rescoring has not written; progress[2] is their number.
     """
     wait_for_previous(PDL)
     if SORTED:
-        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # rarely
+        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # rarely true
     else:
         left = True
     if left:

@@ -3,13 +3,14 @@
     1. Queries become lists of (term, integer weight), long posting lists first, with a bound on the integer error.
     2. A sample of documents from the whole collection gives a threshold that somewhat more than k documents reach.
     3. All chunks are scored; documents that reach the threshold are appended to their query's candidates.
-    4. The k-th best candidate less twice the error bound is a proved limit: no document below it is among the k best.
-       Candidates above it are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by lowest id.
+    4. The score of the k-th best candidate minus twice the error bound is a proved limit: no document below it is among
+       the k best. Candidates above it are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by
+       lowest id.
     5. A query without a proof (too many candidates, too few although there are enough matches, or a limit below the
        threshold) is answered by exact scores of all documents, in a launch that otherwise does nothing. In a large
        batch, that launch also sorts the few queries that the rescoring kernel does not sort itself.
 
-The [B, N] scores are never stored. Launches depend on sizes alone, without a host synchronisation.
+The [B, N] scores are never stored. Launches depend on sizes only, so the host does not synchronise with the GPU.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ from .rescore import (
 from .select import select_kernel
 from .sort import sort_kernel
 
-LISTS = 11  # number of a `Packed`'s tensors before the rows
+LISTS = 11  # the number of tensors in a `Packed` before the rows
 
 _APART = tl.constexpr(COUNTERS_APART)
 _UNIT = tl.constexpr(2.0 ** (32 - CHUNK_BITS) / WEIGHT_STEPS)
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
 
-# Largest k: one program selects and sorts a query's candidates, 4 k and 2 k of them, in registers.
+# The largest k. One program per query selects from up to 4 k candidates and sorts up to 2 k of them, in registers.
 _MOST_K = 2048
-# One chunk of sampled documents per _SAMPLED chunks: 3 % more postings.
+# There is one chunk of sampled documents per _SAMPLED chunks, which adds 3 % of postings.
 _SAMPLED = 32
-# Most queries per batch of launches: their candidates take 64 MiB and more.
+# The largest number of queries per batch of launches: their candidates take 64 MiB or more.
 _MOST_QUERIES = 2048
-# Most terms of a query; one with more is scored by the rows.
+# The largest number of terms of a query; a query with more is scored from the rows.
 _MOST_TERMS = 4096
 # Bytes for the exact scores of all documents for some queries at a time: the larger part of a search's memory.
 _EVERYTHING_BYTES = 80 << 20
@@ -80,13 +81,13 @@ _READ = (2048, 8)
 _READ_ALONE = (8192, 32)
 # Postings per chunk from which on a list counts as long.
 _LONG_LIST = 192
-# C++ types of weights; fp16 by its bits.
+# C++ types of weights; fp16 is read as its bits.
 _STORED = {torch.float32: "float", torch.float16: "unsigned short", torch.uint8: "unsigned char"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Chunk-major postings: post int32 [nnz + pad], offsets int32 [chunks, V + 1] relative to bases int64 [chunks].
+    """Postings in order of chunks: post int32 [nnz], offsets int32 [chunks, V + 1] relative to bases int64 [chunks].
 
     docs: the first document of each chunk [chunks], or the sampled documents themselves [chunks, CHUNK_DOCS].
     """
@@ -118,7 +119,7 @@ class Packed:
     df: torch.Tensor  # int64 [V], documents per term
     extremes: (
         torch.Tensor
-    )  # fp64 [2]: the largest weight, which is a fraction of 1, and the least, or 0
+    )  # fp64 [2]: the largest |weight|, the unit of integer weights; the least weight, at most 0
     offsets: torch.Tensor  # int64 [N + 1], of the rows
     terms: torch.Tensor  # [nnz + READ_ANYHOW]
     weights: torch.Tensor  # [nnz]
@@ -142,7 +143,7 @@ class Packed:
 def pack(
     segments: Sequence[Any], num_terms: int, kept: int = 0, old: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
-    """The tensors of a `Packed` for an index's segments, on their device; one segment after the other.
+    """The tensors of a `Packed` for an index's segments, on their device, with the segments in order.
 
     Takes 4 bytes per posting and 4 (V + 1) per chunk, a thirtieth of that again for the sample, and the rows in one
     tensor. The chunks of the first `kept` segments are taken from `old`, unless a new largest weight changes the unit
@@ -248,8 +249,9 @@ def sampled(N: int) -> tuple[int, int]:
     chunks = -(-N // CHUNK_DOCS)
     if chunks < 2:
         return 0, 0
-    # One chunk is enough for a small collection, a twenty-fifth of the documents. A large one has a second, wider
-    # sample, of at least four chunks: with fewer, the number of candidates would depend on some fifty documents.
+    # For a small collection one chunk, a twenty-fifth of the documents, is enough. A large collection has a wider
+    # sample of at least four chunks for a second pass: with fewer, the number of candidates would depend on about fifty
+    # documents.
     if chunks <= _SAMPLED:
         return 1, min(CHUNK_DOCS, max(N // 25, CHUNK_DOCS // 8))
     return max(4, chunks // _SAMPLED), CHUNK_DOCS
@@ -258,12 +260,12 @@ def sampled(N: int) -> tuple[int, int]:
 def _sample(
     segments: Sequence[Any], N: int, V: int, largest: float, device: torch.device
 ) -> Chunks:
-    """Documents at even steps of the whole collection, as chunks that are such samples themselves."""
+    """Chunks of documents sampled at even steps from the whole collection; each chunk is an even sample itself."""
     count, size = sampled(N)
     if not count:
         return _joined([], V, device)
     wanted = torch.arange(count * size, device=device)
-    # Chunk c takes every count-th of the sampled documents, so that its first is spread as widely as all of them.
+    # Chunk c takes every count-th sampled document, so that each chunk covers the whole collection.
     wanted = wanted.view(size, count).t().reshape(-1)
     docs = (wanted * N) // (count * size)
     rows, terms, values, first = [], [], [], 0
@@ -288,7 +290,7 @@ def _sample(
 
 
 def _bits(flags: torch.Tensor) -> torch.Tensor:
-    """Booleans as the bits of int32 words, the first the lowest."""
+    """Booleans packed into int32 words, the first in the lowest bit."""
     words = torch.nn.functional.pad(flags.long(), (0, -flags.numel() % 32)).view(-1, 32)
     packed = (words << torch.arange(32, device=flags.device)).sum(1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
@@ -306,13 +308,14 @@ def _prepare_kernel(
     """A program per query: reads its V weights once, writes its terms, 8 bytes each, and initialises the counters of
     the other kernels.
 
-    If SORTED, terms with long lists are terms[q, :long_counts] and the others the last ones of the row; else all count
-    as long. Their order is not deterministic, which does not change sums of integers: an atomic counter gives each its
-    place, where a scan would wait for all threads. BITS: write members [B, V / 32], the mask of a query's terms.
+    If SORTED, terms with long lists are stored in terms[q, :long_counts] and the other terms at the end of the row;
+    otherwise all terms count as long. Places are assigned by an atomic counter, because a scan would wait for all
+    threads. The order of terms is therefore not deterministic, which does not change sums of integers. BITS: write
+    members [B, V / 32], the mask of a query's terms.
 
     status: 0; 1 if integer scores cannot be trusted or there are more than L terms; 2 if a weight is NaN or infinite.
-    margin: twice the error bound of an integer score, in units of `unit`. positive: whether no weight of query and
-    index is negative. counts are 0 unless status is 0.
+    margin: twice the error bound of an integer score, in units of `unit`. positive: whether no weight of the query and
+    the index is negative. counts are 0 unless status is 0.
     """
     q = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -366,9 +369,9 @@ def _prepare_kernel(
     bits = tl.where((usable != 0) & (sum_ > 0), sum_, 1.0).to(tl.int64, bitcast=True)
     biased = -((bits >> 52) & 0x7FF) + (2 * 1023 + _SUM_BITS - 1)
     scale = (biased << 52).to(tl.float64, bitcast=True)
-    # Errors: per term 1 from the shift and 1/4 from the rounded query weight; 2^-19 of the query's sum from a step of
-    # every document weight, half from rounding and half from never rounding to 0; as much again from the document's
-    # bits.
+    # Errors: 1 per term from the shift, and 1/4 per term from the rounded query weight. One step of every document
+    # weight is 2^-19 of the query's sum; half of it is due to rounding, half to never rounding to 0. The document's
+    # bits in a posting add as much again.
     bound = 1.25 * terms_of + sum_ * scale * (2.0 / (1 << 19)) + 2.0
     tl.store(margin + q, (2.0 * tl.where(usable != 0, bound, 0.0)).to(tl.int32) + 1)
     tl.store(status + q, tl.where(sound, tl.where(trusted, 0, 1), 2))
@@ -463,8 +466,8 @@ class _Scratch:
 
 
 def rank_in_sample(expected: float, k: int) -> int:
-    """The rank in a sample whose score is the threshold, if `expected` of the k best are expected in the sample; safe
-    by five standard deviations."""
+    """The rank in a sample at which a document's score becomes the threshold, with a margin of five standard
+    deviations. expected: the expected number of the k best documents in the sample."""
     return min(k, math.ceil(expected + 5 * math.sqrt(expected) + 8))
 
 
@@ -479,10 +482,10 @@ def search(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 scores and int64 ids [B, k] of the best documents; see `SparseIndex.search`.
 
-    query fp32 [B, V]. shared: use the shared-memory kernels instead of the portable ones (default: if the GPU can).
-    proved: False returns the integer scores, which are approximate, to measure the time that exactness takes.
+    query: fp32 [B, V]. shared: use the shared-memory kernels instead of the portable ones (default: if the GPU supports
+    them). proved: False returns the approximate integer scores, to measure the cost of exactness.
 
-    There is no host synchronisation, so that the search can be captured in a CUDA graph.
+    The host does not synchronise with the GPU, so the search can be captured in a CUDA graph.
     """
     p = Packed.of(tensors)
     B = query.shape[0]
@@ -518,9 +521,9 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     B, V = query.shape
     N = p.offsets.numel() - 1
     k = scores.shape[1]
-    # 1.3 k to 2.4 k documents reach the threshold, for a small k some hundreds.
+    # 1.3 k to 2.4 k documents reach the threshold, or some hundreds for a small k.
     capacity = max(2048, triton.next_power_of_2(3 * k))
-    # Room for all matches of a query and k further documents, or for the k best and some near them.
+    # Room for fewer than k matches of a query and k further documents, or for the k best and documents close to them.
     room = triton.next_power_of_2(max(2 * k, k + 24))
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
     alone = query.is_cuda and sm_count(query.device) >= B
@@ -535,7 +538,8 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     share = sampled(N)[1] / N
     rank = rank_in_sample(k * share, k)
     run(p.sample, 1, rank, listed=True)
-    # About rank / share documents reach the threshold: if these are too many, all sampled documents give a better one.
+    # About rank / share documents reach the threshold. If these are too many, a second pass over all sampled documents
+    # raises it.
     if rank / share > 2.2 * k and p.sample.count > 1:
         better = rank_in_sample(k * share * p.sample.count, k)
         run(p.sample, p.sample.count, listed=True)
@@ -568,8 +572,8 @@ def _rescore(
     ids,
     starts: dict[str, bool],
 ) -> bool:
-    """Compute the exact keys of kept documents, and of the best of all documents for queries without a proof. Returns
-    whether the answers are written, too."""
+    """Compute the exact keys of kept documents, and of the k best of all documents for queries without a proof. Returns
+    whether scores and ids have been written, too."""
     B, V = query.shape
     N = p.offsets.numel() - 1
     room = s.kept.shape[1]
@@ -580,8 +584,8 @@ def _rescore(
     }  # fmt: skip
     aligned = (p.terms.data_ptr() | p.weights.data_ptr()) % 16 == 0  # rows are read in vectors
     filtered = shared and V <= FILTERED_UP_TO and aligned
-    # Every block initialises a filter, which takes a microsecond: no more blocks than run at once, four per SM, with 16
-    # documents at a time each.
+    # Every block of the filtered kernel initialises a filter, which takes a microsecond, so there are no more blocks
+    # than run at once: four per SM. A program of the portable kernel scores 16 documents at a time.
     slots = 4 * sm_count(query.device) if query.is_cuda else 1
     parts = max(
         1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
@@ -617,8 +621,8 @@ def _rescore(
 
 
 def _ranks(filtered: bool, parts: int, k: int) -> bool:
-    """Whether `filtered_kernel` writes the answers of most queries, and `everything_kernel` those of the others: if
-    each query has one part, and somewhat more than k documents, the usual number, can be ranked."""
+    """Whether `filtered_kernel` writes the results of most queries, and `everything_kernel` the results of the others.
+    This requires one part per query, and that the usual number of kept documents, a few more than k, can be ranked."""
     return filtered and parts == 1 and k + 24 <= RANKED_UP_TO
 
 
@@ -626,7 +630,7 @@ def _score(
     s: _Scratch, p: Packed, deleted, capacity: int, shared: bool,
     c: Chunks, count: int, rank: int = 0, listed: bool = False,
 ) -> None:  # fmt: skip
-    """One pass of the scoring kernel over the first chunks of c."""
+    """Run the scoring kernel on the first `count` chunks of c."""
     B, L = s.terms.shape
     args = (
         c.post, c.offsets, c.bases, c.docs, s.terms, s.weights, s.counts, s.long_counts,
@@ -642,14 +646,15 @@ def _score(
     # 32 KiB each: 16 MiB of scratch, well within L2
     programs = min(work, 4 * sm_count(deleted.device) if deleted.is_cuda else 4)
     scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=deleted.device)
-    # 512: two postings a thread; 32 x 32 tiles keep the lanes of a warp on one short list
+    # LONG = 512: two postings per thread. Tiles of 32 x 32 keep the lanes of a warp on one short list.
     portable_kernel[(programs,)](
         scratch, work, *args, **flags, LONG=512, LISTS=32, WIDTH=32, READ=min(2048, CHUNK_DOCS), num_warps=8
     )  # fmt: skip
 
 
 def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
-    """The best by exact scores of all documents, one block after the other; a query that is not finite gets NaN."""
+    """Write the best documents by exact scores of all documents, computed one block at a time; NaN for a query that is
+    not finite."""
     table, V = documents.table_of(query, True), query.shape[1]
     score_rows = documents.score_rows if launches(query) else _score_rows
     sound = torch.isfinite(query).all(1, keepdim=True)

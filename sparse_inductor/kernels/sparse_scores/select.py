@@ -1,4 +1,4 @@
-"""Selection of the candidates that may be among a query's k best, and whether that is proved."""
+"""Selection of the candidates that may be among a query's k best, and the proof that they suffice."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def select(
     """Write the documents that may be among the k best of query q to `kept`, in any order; returns their number.
 
     If fewer than k documents match, the first k documents are kept, too: they score 0 or are among the matches. Reads 8
-    bytes per candidate, writes 4 per kept document. status becomes 1 if it is not proved that these suffice. Without
-    PROVED the keys of the k best by their integer scores are written instead.
+    bytes per candidate, writes 4 per kept document. status becomes 1 if there is no proof that the kept documents
+    suffice. Without PROVED the keys of the k best by integer scores are written instead.
     """
     n = tl.load(found + q * _APART)
     at = tl.arange(0, BLOCK)
     mine = candidates + q * capacity
     stored = tl.minimum(n, capacity)
     score = (tl.load(mine + at, mask=at < stored, other=0) >> 32).to(tl.int32)
-    # All candidates reach the threshold. 12 steps from there end within 2^-12 of the range between it and the largest,
-    # so that a few in a thousand more are kept.
+    # All candidates reach the threshold. 12 steps from it end within 2^-12 of the range between the threshold and the
+    # largest score, so only a few per thousand more documents are kept.
     least = tl.load(threshold + q)
     kth = least - 1 + kth_largest(tl.maximum(score - least + 1, 0), k, 12)
     all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
@@ -40,7 +40,7 @@ def select(
     else:
         limit = kth
     keep = (score >= limit) & (at < stored)
-    # An atomic counter gives each its place: a scan of all, with its barriers, takes longer than everything else.
+    # An atomic counter assigns the places, because a scan, with its barriers, takes longer than everything else.
     counter = found + q * _APART + 1
     place = tl.atomic_add(counter + tl.zeros([BLOCK], tl.int32), 1, mask=keep, sem="relaxed")
     x = tl.load(mine + at, mask=keep, other=0)

@@ -1,4 +1,4 @@
-"""Sorting of a query's k best keys, written as scores and ids.
+"""Sorting of a query's k best keys, which are written as scores and ids.
 
 A key is an int64 ordered as (score, lower id first).
 """
@@ -12,7 +12,7 @@ from ..common.launch import relaunched
 from ..common.pdl import wait_for_previous
 from .accumulate import COUNTERS_APART
 
-LOWEST = -(1 << 63)  # stands for no document
+LOWEST = -(1 << 63)  # the key of an absent document
 _LOWEST = tl.constexpr(LOWEST)
 _APART = tl.constexpr(COUNTERS_APART)
 
@@ -48,7 +48,7 @@ def _write(key, place, wanted, unit, scores, ids, PROVED: tl.constexpr):
 def _write_sorted(
     mine, many, twice, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr
 ):
-    """Write keys [SIZE] in order. twice: documents may occur twice; of equal keys one is kept."""
+    """Write keys [SIZE] in order. twice: documents may occur twice; one of two equal keys is dropped."""
     at = tl.arange(0, SIZE)
     key = tl.sort(tl.load(mine + at, mask=at < many, other=_LOWEST), descending=True)
     if twice:
@@ -64,9 +64,9 @@ def _write_sorted(
 def _write_ranked(
     mine, many, twice, unit, counters, begins, moved, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr
 ):  # fmt: skip
-    """Write keys [many], each at its rank: a bucket sort with SIZE buckets of equal width, in which a key counts the
-    larger ones of its bucket. (tl.sort takes 55 exchange steps for a thousand keys and compiles for twenty seconds.)
-    twice: documents may occur twice; a first round removes one of two equal keys.
+    """Write keys [many], each at its rank: a bucket sort with SIZE buckets of equal width, in which the rank of a key
+    within its bucket is the number of larger keys. (tl.sort takes 55 exchange steps for a thousand keys and compiles
+    for twenty seconds.) twice: documents may occur twice; a first round removes one of two equal keys.
 
     counters and begins int32 [SIZE], moved int64 [SIZE] are scratch.
     """
@@ -79,14 +79,14 @@ def _write_ranked(
         score = key >> 32
         high = tl.max(tl.where(here, score, -2147483648), axis=0)
         low = tl.min(tl.where(here, score, 2147483647), axis=0)
-        # The least power of two, from the exponent of the range, as a width that gives at most SIZE buckets.
+        # The bucket width: the least power of two, from the exponent of the range, that gives at most SIZE buckets.
         bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
         shift = tl.maximum(bits - (SIZE.bit_length() - 1), 0).to(tl.int64)
         bucket = tl.where(here, (high - score) >> shift, 0)
         tl.debug_barrier()
         place = tl.atomic_add(counters + bucket, 1, mask=here, sem="relaxed")
         tl.debug_barrier()
-        # .cg: atomics update L2
+        # .cg: atomics update L2, so a line in L1 may be stale.
         count = tl.load(counters + at, cache_modifier=".cg")
         tl.store(begins + at, tl.cumsum(count, axis=0) - count)
         tl.debug_barrier()
@@ -127,12 +127,12 @@ def write_best(
     SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """Write the k largest keys of query q in order; NaN and -1 if the query is not finite; nothing if its count is -1,
-    where `filtered_kernel` has written the answer.
+    because `filtered_kernel` has written the result.
 
-    Usually hardly more than k keys are kept: sorting SMALL keys takes half the time. counters, begins [B, ROOM] int32
-    and moved [B, ROOM] int64 are scratch.
+    Usually only a few more than k keys are kept, and sorting SMALL keys takes half the time of sorting ROOM. counters,
+    begins [B, ROOM] int32 and moved [B, ROOM] int64 are scratch.
     """
-    # .cg: in `everything_kernel` another program may have written the count
+    # .cg: in `everything_kernel` another program may have written the count.
     many = tl.load(kept_counts + q, cache_modifier=".cg")
     mine = keys + q * ROOM
     best = scores + q * k
