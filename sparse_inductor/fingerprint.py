@@ -20,7 +20,7 @@ SUFFIXES = frozenset({".py", ".json", ".cu", ".cpp", ".h"})
 
 @functools.cache
 def package_hash() -> str:
-    """Hash of the package's files, `patterns/` among them.
+    """Hash of the package's files, including `patterns/`.
 
     Computed once, because this process runs the code that it imported, even if a file is edited later.
     """

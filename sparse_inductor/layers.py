@@ -62,11 +62,11 @@ class Fallback:
     device: str
     dtype: torch.dtype
     kernel: str
-    """Module and name, as `relu_ffn.hopper._product_kernel`."""
+    """Module and name, such as `relu_ffn.hopper._product_kernel`."""
     error: str
     """Type and first line."""
     layer: Layer
-    """What computes the operator now."""
+    """The layer that computes the operator now."""
 
     def __str__(self) -> str:
         return (

@@ -68,13 +68,13 @@ class Match(Protocol):
     op: str
     anchor: fx.Node
     matched_nodes: tuple[fx.Node, ...]
-    """The nodes that the op replaces, in graph order, the anchor among them."""
+    """The nodes that the op replaces, including the anchor, in graph order."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]: ...
     @property
     def bytes_saved(self) -> int | None:
-        """Bytes that autograd no longer keeps for the backward; None where that is not known."""
+        """Bytes that autograd no longer keeps for the backward; None if that is not known."""
 
     @property
     def note(self) -> str: ...

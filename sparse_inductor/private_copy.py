@@ -1,4 +1,4 @@
-"""A function together with the modules it uses, copied."""
+"""Copies a function together with the modules that it uses."""
 
 from __future__ import annotations
 

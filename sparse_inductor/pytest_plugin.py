@@ -5,7 +5,7 @@ It does not affect tests that do not use it, and imports torch only for those th
 
 Markers
     needs_gpu           skipped where there is no CUDA GPU
-    breaks_pattern      a pattern is made to raise, which fails any other test that uses `clean_dynamo`
+    breaks_pattern      the test makes a pattern raise, which fails any other test that uses `clean_dynamo`
 
 Fixtures
     clean_dynamo        no session, an empty report, no compiled code and no switched-off pattern, before and after
@@ -14,7 +14,7 @@ Fixtures
                         this process cannot run is skipped, with the reason
 
 Option
-    --triton-interpret  run Triton kernels in the interpreter (a process does either that or the GPU)
+    --triton-interpret  run Triton kernels in the interpreter (a process uses either the interpreter or the GPU)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def clean_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No session, an empty report and no compiled code, before and after; no pattern raised unnoticed."""
+    """No session, an empty report and no compiled code, before and after; fails if a pattern has raised."""
     _reset()
     yield
     raised = list(getattr(sys.modules.get("sparse_inductor.rewrite"), "failures", ()))
@@ -72,7 +72,7 @@ def clean_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _reset() -> None:
-    # Only what has been imported can hold anything.
+    # Only imported modules can hold state.
     if session := sys.modules.get("sparse_inductor.session"):
         with contextlib.suppress(session.StrictError):  # irrelevant, the test has ended
             session.disable()

@@ -143,7 +143,7 @@ def options(
 
 
 def current_patterns() -> list[Pattern]:
-    """The patterns of the enabled session; without one, all that `enable()` would turn on."""
+    """Return the patterns of the enabled session; without one, all patterns that `enable()` would turn on."""
     session = _state.session or Session.of(None, None)
     return list(session.patterns.values())
 

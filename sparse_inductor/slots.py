@@ -71,7 +71,7 @@ class Slot:
         present = passes_of(compat.setting(self._name))
         others = [p for p in present if p is not self._ours]
         if self._saved is None:
-            # Ours may have been left behind in this thread by a disable() in another one.
+            # This pass may be left over in this thread after a disable() in another thread.
             if len(others) < len(present):
                 compat.set_setting(self._name, slot_value(others) if others else None)
             self._saved, self._found = compat.save_setting(self._name), others

@@ -245,7 +245,7 @@ def current_device() -> int:
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return `torch.empty_strided(size, stride, dtype)` for the device (of several GPUs, for the current one). On GPUs
-    it is the function that Inductor's generated code uses, which takes a third of the host time."""
+    it is the function of Inductor's generated code, which takes a third of the host time of torch.empty_strided."""
     if device.type == "cuda":
         return torch._C._dynamo.guards._empty_strided_cuda
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)

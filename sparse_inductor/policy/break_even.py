@@ -48,8 +48,8 @@ _MILLION = 1_000_000
 # gates of a row, in gathered weight elements per neuron. A training step gathers four times as much, and reads the
 # gates once.
 _POPULAR, _LAUNCHES, _LOOK = 0.015, 130 * _MILLION, 2.5
-# Weight elements, gathered for all rows as if every neuron were active, from which on the GPU takes longer than the
-# host needs to launch its kernels.
+# Rows x weight elements x branches from which on the kernels take longer than the host needs to launch them, in
+# inference and in training.
 _LEAST, _LEAST_TRAINED = 90_000 * _MILLION, 130_000 * _MILLION
 _FLAGS = frozenset(
     ("training", "constant", "shared", "weighed", "rectified", "bag", "sorts", "changing")
@@ -318,7 +318,8 @@ def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
 
 
 def _apart(row: Row, sizes: dict[str, int]) -> Apart | None:
-    """Return the cost of popular neurons in a feed-forward block; None where launches would limit the speed."""
+    """Return the cost of popular neurons in a feed-forward block; None if the host's launches would take longer than
+    the kernels."""
     gathered = sizes["tokens"] * sizes["weight"] * sizes["branches"]
     if gathered < (_LEAST_TRAINED if sizes["training"] else _LEAST):
         return None

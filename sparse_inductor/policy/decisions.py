@@ -117,7 +117,7 @@ class Decisions:
 
 
 def _countable(graph: fx.Graph) -> str:
-    """Describe why nothing can be counted in a graph, as a place; empty where counting works."""
+    """Return a phrase that says where nothing can be counted; empty if this graph can count."""
     if compat.current_code() is None:
         return "in what is exported or compiled without Dynamo"
     if compat.graph_end(graph.owning_module) is None:  # a body runs again in the backward

@@ -1,4 +1,4 @@
-"""Profiles: the measured densities of the blocks of one compiled graph, which decide the blocks to rewrite.
+"""Profiles: the measured densities of the blocks of one compiled graph, which determine the blocks to rewrite.
 
 A watched block runs as written. An added operator counts the active elements of a sample of rows into the block's
 counters, at some calls (`counting`). At each call, a guard of the compiled code asks the profile whether this version

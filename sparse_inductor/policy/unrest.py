@@ -15,7 +15,7 @@ RESTLESS = 32
 
 @dataclasses.dataclass
 class Unrest:
-    """How often documents of one shape had changed, and how often an index of such documents was searched."""
+    """How often documents of one shape changed, and how often an index of such documents was searched."""
 
     changed: int = 0
     searches: int = 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Shape = tuple[int | str, ...]
-"""A size that is symbolic at compile time is its expression as text ("s0")."""
+"""A size that is symbolic at compile time is represented by its expression as text ("s0")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """A subgraph that belongs to a pattern's family and was left as it is."""
+    """A subgraph that belongs to a pattern's family but was not rewritten."""
 
     pattern: str
     stage: str
@@ -69,7 +69,7 @@ class Check:
     """"agrees", "differs" (the unrewritten result is kept) or "unchecked"."""
     detail: str = ""
     error: float | None = None
-    """The largest distance from a reference, absolute below 1 and relative above."""
+    """The largest distance from the fp64 reference, absolute below 1 and relative above."""
     plain_error: float | None = None
     """The same for the operations as written."""
     source: str = ""

@@ -34,7 +34,8 @@ log = logging.getLogger("sparse_inductor")
 JSON_VERSION = 1
 
 
-# No pass sees the graph breaks at torch.sparse tensors. The number of active watches, and the reports that record them:
+# Graph breaks at torch.sparse tensors, which no pass sees: the number of active watches, and the reports that record
+# these breaks.
 _watching = 0
 _reports: weakref.WeakSet[Report] = weakref.WeakSet()
 _SPARSE_WAY_OUT = (
