@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it. No module may be called like a function of the package:
-# importing a submodule binds its name on the package, and `sparse_inductor.report` would become
+# Public name -> the module that defines it. No module may have the name of a public function:
+# importing a submodule binds its name in the package, so `sparse_inductor.report` would become
 # that module.
 _HOME = {
     "enable": "session",

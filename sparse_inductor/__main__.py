@@ -18,7 +18,7 @@ from typing import Any
 
 from . import __version__
 
-# torch is imported by the commands: --help and a mistyped command answer at once.
+# Only the commands import torch, so that --help and a mistyped command respond at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     options, rest = _parser().parse_known_args(given)
     if rest and options.command != "demo":
-        _parser().parse_args(given)  # says what it does not know
+        _parser().parse_args(given)  # reports the unknown arguments
     options.rest = given[1:]
     return options.run(options)
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         as_json(added)
 
     about = "train and encode with a SPLADE model, unrewritten and rewritten"
-    command("demo", _demo, about, add_help=False)  # its options are its own
+    command("demo", _demo, about, add_help=False)  # it parses its own options
 
     doctor = command("doctor", _doctor, "say what this machine can do, and what to change on it")
     doctor.add_argument(
@@ -135,7 +135,7 @@ def _patterns(options: argparse.Namespace) -> int:
 
 
 def _explained(options: argparse.Namespace, verify: bool, policy: str | None) -> Any:
-    """What `explain` says of the target, printed; None, and a line of why, where it cannot be loaded or run."""
+    """Print and return the explanation of the target; None, and one line on stderr, if it cannot be loaded or run."""
     doing = "load"
     try:
         fn, args, kwargs = load(options.target)
@@ -143,7 +143,7 @@ def _explained(options: argparse.Namespace, verify: bool, policy: str | None) ->
         from .explanation.explain import explained
 
         explanation = explained(fn, args, kwargs, verify=verify, policy=policy)
-    except Exception as error:  # of the target: whatever its author's program raises
+    except Exception as error:  # the target may raise anything
         said = str(error).strip().partition("\n")[0]
         print(f"cannot {doing} {options.target}: {type(error).__name__}: {said}", file=sys.stderr)
         return None
@@ -210,11 +210,11 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function and arguments that `package.module:name` names.
+    """Return the function, arguments and keyword arguments that `package.module:name` names.
 
-    A factory is called; it returns the function or module to compile, alone or in front of its arguments:
-    `(function, *arguments)`, `(function, (arguments))` or `(function, {keyword: argument})`. Anything else that it
-    returns means that it is the function itself.
+    A callable other than a module is called as a factory. It returns the function or module to compile, alone or
+    followed by its arguments: `(function, *arguments)`, `(function, (arguments))` or
+    `(function, {keyword: argument})`. If it returns anything else, the callable itself is the function to compile.
     Raises ValueError, ImportError or AttributeError if there is no such object.
     """
     module_name, separator, name = target.partition(":")

@@ -1,6 +1,6 @@
-"""Whether the operators can run on a GPU here: where they cannot, a program is left as it is, with one clear line.
+"""Whether the operators can run on a GPU of this machine. If not, programs are not rewritten, and a warning is logged.
 
-On a CPU they are ATen and always run.
+On a CPU, the operators use ATen and always run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
 
 @functools.cache
 def unsupported_reason(device: torch.device) -> str:
-    """What the kernels lack on this device, "" where they lack nothing that can be told without importing them."""
+    """Return what the kernels lack on this device, "" if nothing, as far as is known without importing them."""
     if device.type != "cuda":
         return ""
     if torch.version.hip is not None:
@@ -55,9 +55,9 @@ _KERNELS = {
 
 
 def unimportable(op: str, device: torch.device) -> str:
-    """Why an operator's kernels cannot be imported, "" where they can be, or where none are needed.
+    """Return why an operator's kernels cannot be imported, "" if they can be, or if none are needed.
 
-    It takes up to 0.3 s: only what is put into a graph is asked about.
+    The import takes up to 0.3 s, so call this only for operators that are inserted into a graph.
     """
     namespace, _, name = op.partition("::")
     if device.type != "cuda" or namespace != __package__:

@@ -1,4 +1,4 @@
-"""Whether a match can be rewritten where it stands: what no pattern needs to ask."""
+"""Whether a match can be rewritten in its graph: the checks that all patterns share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ log = logging.getLogger("sparse_inductor")
 _told: set[str] = set()  # warnings that have been logged
 
 
-# Operators that save integers where the operations as written save floating point numbers.
+# Operators that save integer tensors, whereas the operations as written save floating-point tensors.
 _SAVE_INTEGERS = ("sparse_inductor::splade_head", "sparse_inductor::relu_ffn")
 
 
 def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
-    """Why a match cannot be rewritten where it stands; None where it can. hooked: whether the program has saved-tensor
-    hooks, which may take all that is saved for floating point numbers."""
+    """Return why a match cannot be rewritten in its graph; None if it can.
+
+    hooked: whether the program has saved-tensor hooks, which may assume that all saved tensors are floating-point.
+    """
     # The operators have no rule for torch.func's transforms.
     if transform := view.transforms.get(match.anchor):
         reason = f"this runs inside {transform}, which the operator does not take part in"
@@ -71,15 +73,17 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
 
 @once
 def _given_subclasses(view: GraphView) -> list[tuple[fx.Node, type]]:
-    """The inputs of a graph that are no plain tensors, each with its class."""
+    """Return the inputs of a graph that are not plain tensors, each with its class."""
     given = [(n, compat.given_class(n)) for n in view.graph.find_nodes(op="placeholder")]
     plain = {kind for kind in {kind for _, kind in given} if compat.computes_as_tensors_do(kind)}
     return [(node, kind) for node, kind in given if kind not in plain]
 
 
 def without_kernels(match: Match) -> Miss | None:
-    """Why the kernels of a match's operator cannot be imported, said aloud once; None where they can be. It is for
-    matches that are to be rewritten: the import takes its time."""
+    """Return why the kernels of a match's operator cannot be imported, and log it once; None if they can be.
+
+    Called only for matches that are to be rewritten, because the import is slow.
+    """
     device = next((t.device for t in tensors_in(fake(match.anchor))), torch.device("cpu"))
     lacking = unimportable(match.op, device)
     if not lacking:
@@ -89,7 +93,7 @@ def without_kernels(match: Match) -> Miss | None:
 
 
 def _lacking(match: Match) -> str:
-    """What the kernels lack for a match, on its device or for its tensors; of a device said aloud once."""
+    """Return what the kernels lack for a match's tensors or device; for a device, also log it once."""
     values = [v for n in (match.anchor, *match.matched_nodes) for v in tensors_in(fake(n))]
     if any(v.is_nested for v in values):
         return "the tensors are nested"

@@ -1,4 +1,4 @@
-"""What this machine can do with sparse_inductor, what is in the way, and a test of every operator on it."""
+"""Diagnosis of this machine: what sparse_inductor can do on it, obstacles, and a test of every operator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .pattern import Pattern, registered
 from .reporting.console import print_table, print_text
 from .selection import SKIP_VARIABLE
 
-# The oldest and the newest version that the tests are run with; test_versions.py compares what else names them.
+# The oldest and the newest version that the tests run with; test_versions.py compares the other places that name them.
 TESTED_TORCH = ((2, 11), (2, 14))
 TESTED_TRITON = ((3, 6), (3, 9))
 
@@ -46,7 +46,7 @@ class Finding:
 
 
 def diagnose(operators: bool = True) -> list[Finding]:
-    """Everything that is known of this machine; with `operators`, each is run on an example and checked."""
+    """Return all findings about this machine; with `operators`, also run an example of each operator and check it."""
     found = [*_versions(), *_devices(), *_compilers(), *_caches(), *_environment()]
     patterns, findings = _patterns()
     found += findings
@@ -58,7 +58,7 @@ def diagnose(operators: bool = True) -> list[Finding]:
 
 
 def show(findings: Sequence[Finding]) -> int:
-    """Print them, what to do last; returns the exit status."""
+    """Print the findings, then the advice; returns the exit status."""
     marks = {"ok": "ok", "note": "ok", "warn": "!", "fail": "FAIL"}
     for group in dict.fromkeys(f.group for f in findings):
         mine = [f for f in findings if f.group == group]
@@ -222,8 +222,11 @@ def _environment() -> Iterator[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class _Probe:
-    """A call of a family's operator of a size that has all kernels. own: the compute capabilities that some of them
-    are written for, from the first up to the second."""
+    """A call of a family's operator, at a size for which it has all its kernels.
+
+    own: the compute capabilities that some of these kernels are written for, from the first up to, but excluding, the
+    second; None if all kernels are portable.
+    """
 
     operator: str
     call: Callable[[torch.device], object]
@@ -270,7 +273,7 @@ _PROBES = (
 
 
 def _path(probe: _Probe, device: torch.device) -> Finding:
-    """Which layer computes an operator here."""
+    """Run a probe and report the layer that computed its operator."""
     group, name = f"kernels, on {device}", probe.operator
     if device.type not in layers.DEVICES:
         return Finding(group, name, "ATen: kernels are for GPUs")
@@ -311,7 +314,7 @@ def _patterns() -> tuple[dict[str, Pattern], list[Finding]]:
 
 
 def _operator(pattern: Pattern, device: str) -> Finding:
-    """An example of the pattern, with gradients if there is one, rewritten, run and compared with a reference."""
+    """Rewrite an example of the pattern, with gradients if there is one, run it, and compare it with a reference."""
     group = f"operators, on {device}"
     started = time.perf_counter()
     example = next((e for e in pattern.examples if e.training), pattern.examples[0])

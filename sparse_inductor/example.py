@@ -1,7 +1,7 @@
-"""Programs for the examples of a pattern: a function of some layers and of inputs, always the same ones.
+"""Programs for the examples of a pattern: functions of the same inputs and layers.
 
-A pattern's file ends in them: what is rewritten, and what is declined and why, as people write it. Tests and
-documentation are built from these.
+A pattern's file ends with its examples, written as users write such programs: those that are rewritten, and those that
+are declined, with the reason. Tests and documentation are built from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Program = Callable[..., Any]
 
 
 class Layers(nn.Module):
-    """A module whose forward is a function of its inputs and, behind them, its layers."""
+    """A module that calls a function with its inputs followed by its layers."""
 
     def __init__(self, forward: Program, **layers: nn.Module):
         super().__init__()
@@ -35,10 +35,11 @@ class Layers(nn.Module):
 def examples_of(
     make: Callable[[Program, bool], tuple[Program, tuple[Any, ...]]],
 ) -> Callable[..., tuple[Example, ...]]:
-    """What makes an `Example` of each function that it is given, under its keyword: of training or not, and with the
-    reason why it is declined, if it is.
+    """Return a function that makes an `Example` of each of its keyword arguments, named after the keyword. Its other
+    arguments: whether the examples are for training, and the reason why they are declined, if they are.
 
-    make(function, training): what is compiled, and its arguments; numbers are drawn with the same seed each time.
+    make(function, training): returns the function to compile and its arguments. It runs with the same random seed each
+    time.
     """
 
     def example(name: str, function: Program, training: bool, reason: str) -> Example:

@@ -1,4 +1,4 @@
-"""What Inductor's caches must know of this package: a hash of all that shapes a rewritten graph."""
+"""A hash of everything in this package that affects a rewritten graph, for the keys of Inductor's caches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SUFFIXES = frozenset({".py", ".json", ".cu", ".cpp", ".h"})
 
 @functools.cache
 def package_hash() -> str:
-    """Hash of the package's files, `patterns/` among them.
+    """Hash of the package's files, including `patterns/`.
 
-    Computed once: what this process runs is what it imported, even if a file is edited afterwards.
+    Computed once, because this process runs the code that it imported, even if a file is edited later.
     """
     from . import patterns
 
@@ -34,13 +34,13 @@ def package_hash() -> str:
 def fingerprint(patterns: Iterable[Pattern]) -> str | None:
     """Hash of the package, the enabled patterns and the environment's switches.
 
-    None when the source of a pattern cannot be found: then nothing would tell an old cache entry
-    from a new one, and Inductor must not cache.
+    None if the source of a pattern cannot be found: outdated cache entries could then not be
+    recognised, so Inductor must not cache.
     """
     parts = [__version__, package_hash()]
     for pattern in sorted(patterns, key=lambda p: p.name):
         parts.append(pattern.name)
-        # A pattern that is made of functions (`Template`) is what they are.
+        # The functions of a `Template` define it.
         for part in (type(pattern), *getattr(pattern, "functions", ())):
             source = _source_hash(part)
             if source is None:
@@ -64,7 +64,7 @@ def _source_hash(kind: Any) -> str | None:
         except (OSError, TypeError):
             return None
     path = Path(file)
-    # A package's pattern leans on the modules beside it; a lone script's folder may hold anything.
+    # A pattern in a package may use its other modules; the folder of a script may hold unrelated files.
     in_package = bool(getattr(sys.modules[module], "__package__", ""))
     return _hash_files(sorted(path.parent.glob("*.py")) if in_package else [path])
 
@@ -76,8 +76,7 @@ def _sources(folder: Path) -> list[Path]:
 def _hash_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        # The name counts, not the folder: the same package installed elsewhere shares its cache
-        # entries.
+        # Hash the name without the folder: the same package installed elsewhere shares its cache entries.
         digest.update(file.name.encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()

@@ -1,9 +1,8 @@
-"""One graph on its way through the pass: what matched, what was replaced, what is said of it.
+"""The pass over one graph: matching, replacement, and the records for the report.
 
 Matching never changes the graph. All matches are collected first, then replaced, then run on fake
-tensors, backward included. Whatever goes wrong, the graph ends up either rewritten and valid or
-exactly as it was, symbolic sizes included, and the pattern at fault is asked again about the next
-node and the next graph.
+tensors, backward included. After any error, the graph is either rewritten and valid, or exactly as
+it was, symbolic sizes included. The pattern that failed stays enabled for the next node and graph.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ STAGE = "pre_grad"
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """A rewrite with the names of the nodes that are gone and of those that were put in."""
+    """A rewrite with the names of the nodes that it removed and of those that it inserted."""
 
     rewrite: Rewrite
     replaced: tuple[str, ...]
     inserted: tuple[str, ...]
     sparse: tuple[Sparse, ...] = ()
-    """Tensors of the graph as it was whose zeros can be counted."""
+    """Tensors of the original graph in which zeros can be counted."""
 
 
 @dataclasses.dataclass
@@ -65,14 +64,14 @@ class _Candidate:
 
 @dataclasses.dataclass
 class _Accepted(_Candidate):
-    """A match to put in. inserted: the names of its new nodes, where rewrites are traced."""
+    """A match to replace. inserted: the names of its new nodes, if the run traces rewrites."""
 
     record: Rewrite
     inserted: tuple[str, ...] = ()
 
 
 class GraphRun:
-    """One graph on its way through the pass."""
+    """The pass over one graph."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class GraphRun:
         self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
-        # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
+        # Fresh unbacked symbols can be discarded: a rewrite is traced again later, which creates them again.
         with compat.discarding_unbacked(self._env), contextlib.ExitStack() as stack:
             if complete(self.graph):
                 self._before = Snapshot(self.graph)
@@ -115,11 +114,11 @@ class GraphRun:
             found = _disjoint(self._resolve(matches, misses, view))
             now = self.decisions.take(found, view)
             accepted = [c for c, yes in zip(found, now) if yes and self._importable(c)]
-            # From the end of the graph to its start: a match whose input is another's anchor must
-            # have been put in before that anchor's readers are redirected, else it would go on
-            # reading the old one.
+            # From the end of the graph to its start: a match that reads another match's anchor must
+            # be replaced before the readers of that anchor are redirected. Otherwise it would keep
+            # reading the old anchor.
             accepted.sort(key=lambda c: view.order[c.match.anchor], reverse=True)
-            # Records are made while the nodes are still there to be read.
+            # Make the records before the nodes are replaced.
             recorded: list[_Accepted] = []
             for c in accepted:
                 with self._guarded(c.pattern, c.match.anchor):
@@ -142,7 +141,7 @@ class GraphRun:
                 )
                 for c in reversed(self._done)
             ]
-        # What another pattern makes of a node, or would if that were faster, answers a miss there.
+        # Drop a miss at a node that another pattern rewrites, or would rewrite if that were faster.
         pending = [c for c, yes in zip(found, now) if not yes]
         matched_nodes = {node for c in (*self._done, *pending) for node in c.nodes}
         self.near_misses += [
@@ -152,10 +151,10 @@ class GraphRun:
         ]
 
     def erase(self) -> None:
-        """Take out what is dead now. Nothing may fail after this: until here everything can be undone."""
+        """Erase the replaced nodes that are dead now. Nothing may fail after this, because it cannot be undone."""
         matched_nodes = {node for c in self._done for node in c.nodes}
         for node in reversed(self.graph.nodes):
-            dead = not node.users and node.op != "placeholder"  # as many inputs as Dynamo gives
+            dead = not node.users and node.op != "placeholder"  # Dynamo's inputs must all stay
             if dead and (node in matched_nodes or _is_getitem_of(node, matched_nodes)):
                 self.graph.erase_node(node)
 
@@ -173,7 +172,7 @@ class GraphRun:
 
     @staticmethod
     def _asked(patterns: Sequence[Pattern], view: GraphView) -> dict[str, list[Pattern]]:
-        """The patterns that may have something to say of the graph, by the names of their anchors in it."""
+        """Return the patterns that may match or nearly match in the graph, by the names of their anchors in it."""
         names = view.names
         by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
         for pattern in patterns:
@@ -227,22 +226,22 @@ class GraphRun:
                 with self._guarded(pattern, matches[0].anchor):
                     kept, missed = resolve(matches, view)
                     mine = [_Candidate(pattern, match) for match in kept]
-                    # No anchor: what another pattern makes of the node is no answer to this miss.
+                    # No anchor, so that the miss is kept even if another pattern rewrites the node.
                     misses += [(pattern.name, miss, None) for miss in missed]
             accepted += mine
         return accepted
 
     def _importable(self, candidate: _Candidate) -> bool:
-        """Whether the kernels of a match's operator can be imported; one whose cannot is nearly a match."""
+        """Whether the kernels of a match's operator can be imported; if not, record a near miss."""
         miss = without_kernels(candidate.match)
         if miss is not None:
             self.near_misses.append(near_miss(candidate.pattern.name, miss))
         return miss is None
 
     def _replace(self, candidates: list[_Accepted]) -> list[_Accepted]:
-        """Put the ops in; returns the candidates that were replaced, in the order given.
+        """Insert the operators; returns the candidates that were replaced, in the order given.
 
-        All at once; if that fails, one after the other, without those that fail.
+        Replaces all candidates at once; if that fails, one after the other, leaving out those that fail.
         """
         if not candidates:
             return []
@@ -255,7 +254,7 @@ class GraphRun:
             return candidates
         except Exception as error:
             if not self._undo(before):
-                # The other matches speak of nodes that are no more.
+                # The other matches refer to erased nodes.
                 assert at is not None
                 self._failed(at.pattern, error, at.match.anchor, "replacing it raised")
                 return []
@@ -296,7 +295,7 @@ class GraphRun:
 
     @contextlib.contextmanager
     def _verified(self, candidate: _Accepted) -> Iterator[None]:
-        """Have a replacement checked when it first runs, if that is asked for."""
+        """Have a replacement checked when it first runs, if `verify` is set."""
         if self.verify is None:
             yield
             return
@@ -327,27 +326,27 @@ class GraphRun:
 
     @contextlib.contextmanager
     def _guarded(self, pattern: Pattern, node: fx.Node, quiet: bool = False) -> Iterator[None]:
-        """Time a pattern; what it raises leaves the graph as it was, and the pattern on."""
+        """Time a pattern. If it raises, restore the graph and record a near miss; the pattern stays enabled."""
         started = time.perf_counter()
         try:
             yield
         except Exception as error:
             if not self._undo(self._before):
                 self._before = Snapshot(self.graph)
-            # Of a node that a pattern has only been asked about nobody knows that it is of its family.
+            # A data-dependent size is not reported here: the node may not belong to the pattern's family at all.
             if not quiet and not compat.is_data_dependent(error):
                 self._failed(pattern, error, node, "the pattern raised")
         finally:
             self.pattern_ms[pattern.name] += (time.perf_counter() - started) * 1e3
 
     def _undo(self, nodes: Snapshot) -> bool:
-        """Put the graph back, and what is known of its sizes as it was when the last match was accepted."""
+        """Restore the graph, and the sizes as of the last accepted match; returns False if a node had been erased."""
         intact = nodes.restore()
         self._sizes.restore()
         return intact
 
     def _failed(self, pattern: Pattern, error: Exception, node: fx.Node, what: str) -> None:
-        """Say that a match was given up because of an error."""
+        """Record that a match was given up because of an error."""
         if compat.is_data_dependent(error):
             reason = f"it depends on a size that only the data decide: {described(error)}"
         else:
@@ -361,7 +360,7 @@ class GraphRun:
 
 
 failures: deque[str] = deque(maxlen=100)
-"""What was raised in this process by patterns, operators they put in, and the report; for tests and bug reports."""
+"""The errors of patterns, inserted operators and the report in this process; for tests and bug reports."""
 
 
 def _note_failure(who: str, error: Exception) -> None:
@@ -369,8 +368,8 @@ def _note_failure(who: str, error: Exception) -> None:
 
 
 def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Where matches of different patterns share nodes, the larger wins: an attention block over the
-    entmax in it."""
+    """Return the matches to keep: where matches of different patterns share nodes, the larger one, such as an attention
+    block over the entmax in it."""
     owner: dict[fx.Node, str] = {}
     kept = []
     for candidate in sorted(candidates, key=lambda c: len(c.nodes), reverse=True):
@@ -413,7 +412,7 @@ def _record(candidate: _Candidate, view: Any) -> Rewrite:
 
 
 def near_miss(pattern: str, miss: Miss, anchor: fx.Node | None = None) -> NearMiss:
-    """A miss as the report shows it: at the line of its node, or of the anchor."""
+    """Return the report's record of a miss, at the line of its node or of the anchor."""
     if anchor is None and miss.node is None:
         return NearMiss(pattern, STAGE, "?", miss.reason)
     source = source_of(miss.node, anchor)

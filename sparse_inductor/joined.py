@@ -1,8 +1,9 @@
-"""Graphs that hold together what Dynamo would compile apart.
+"""Joined graphs: graphs that continue past a call at which Dynamo would break them.
 
-Dynamo ends the graph at a call of the entmax package in training, or of a copy of its autograd Functions; with
-`match.leaves` it goes on. The whole may be refused, or computed otherwise, by what stands behind Dynamo. In parts, such
-a program runs. Where nothing in the whole is rewritten, Dynamo ends the graph as it does by itself.
+Dynamo breaks the graph at a call of the entmax package in training, or of a copy of its autograd Functions; with
+`match.entmax.leaves` it continues. AOTAutograd or Inductor may reject such a joined graph, or compute different
+results, although the program runs when it is compiled in parts. In these cases, and if nothing in the joined graph is
+rewritten, Dynamo breaks the graph as usual.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ log = logging.getLogger("sparse_inductor")
 
 
 def why_in_parts(graph: fx.Graph) -> Miss | None:
-    """Why a graph that is one only because of `match.leaves`, at which node, has to be compiled in parts; None for any
-    other graph, and where it need not."""
+    """Return why, and because of which node, a joined graph has to be compiled in parts; None for graphs that are not
+    joined or need not be divided."""
     node = _joined_at(graph)
     where = None if node is None else _hazard(graph)
     return None if where is None else Miss(f"an entmax call stands in a {where}", node)
 
 
 def _hazard(graph: fx.Graph) -> str | None:
-    """Where in a graph such a call stands, if what is behind Dynamo refuses that, or computes something else."""
+    """Describe what surrounds the entmax call if AOTAutograd or Inductor rejects or miscomputes it; else None."""
     effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         if gives_memory(node):
@@ -47,11 +48,11 @@ def _hazard(graph: fx.Graph) -> str | None:
         if not compat.is_higher_order(node.target) or _is_function(node):
             continue
         if written(node):
-            # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
+            # AOTAutograd's partitioner recomputes a checkpoint's body in the backward, writes included.
             return f"graph in which the body of {node.target} writes"
         joins, end = any(_joins(body.graph) for body in _bodies(node)), graph.output_node()
         if joins and any(effects.changes(result, node, end) for result in node.users):
-            # AOTAutograd puts a checkpoint's body into its caller's graph, and saves what it returned.
+            # AOTAutograd inlines a checkpoint's body into its caller's graph, and saves its result.
             return f"body of {node.target} whose result is written to"
         if compat.marks_every_result(node.target) and _lets_one_go(node):
             return "region of which one result requires no gradient"
@@ -70,7 +71,7 @@ def _hazard(graph: fx.Graph) -> str | None:
 
 
 def joined_in_vain(graph: fx.Graph) -> bool:
-    """Whether no operator stands now in a frame's graph that is one only because of `match.leaves`."""
+    """Whether a frame's joined graph contains no operator of this package after the rewriting."""
     module = graph.owning_module
     whole = compat.graph_end(module) is not None and not compat.in_ddp_bucket(module)
     return whole and _joined_at(graph) is not None and not _has_operators(graph)
@@ -92,8 +93,8 @@ def _joins(graph: fx.Graph) -> bool:
 
 
 def _joining(graph: fx.Graph) -> fx.Node | None:
-    """The first node of a graph, or of a body in it, at which Dynamo would end it. Bodies are rewritten first: it may
-    be an operator."""
+    """Return the first node of a graph, or of a body in it, at which Dynamo would break it. Bodies are rewritten first,
+    so this node may already be an operator."""
     for node in graph.nodes:
         leaf = getattr(node.target, "__module__", None) == leaves.__name__
         own = compat.is_overload(node.target) and node.target.name() in _OPERATORS
@@ -117,7 +118,8 @@ def _bodies(node: fx.Node) -> Iterator[fx.GraphModule]:
 
 
 def _lets_one_go(node: fx.Node) -> bool:
-    """Whether a body that joins, given something that requires a gradient, returns a number that requires none."""
+    """Whether a body with a joining call has an input that requires a gradient and a floating-point result that does
+    not."""
     given = any(t.requires_grad for n in node.all_input_nodes for t in tensors_in(fake(n)))
     return given and any(
         t.is_floating_point() and not t.requires_grad
@@ -130,8 +132,8 @@ def _lets_one_go(node: fx.Node) -> bool:
 
 
 def _reads_what_it_wrote_to_a_module(graph: fx.Graph) -> bool:
-    """Whether the partitioner of AOTAutograd may compute in the backward, from what the tensor holds by then, what the
-    graph read after it had written to it: a module's tensors it takes for ones that stay."""
+    """Whether the graph reads a module's tensor after writing to it. AOTAutograd's partitioner assumes that a module's
+    tensors do not change, and may recompute the value in the backward from the tensor's later contents."""
     held: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     for node in graph.nodes:
@@ -146,8 +148,8 @@ def _reads_what_it_wrote_to_a_module(graph: fx.Graph) -> bool:
 
 
 def _returns_a_view_twice(graph: fx.Graph) -> bool:
-    """Whether AOTAutograd may make the views that the graph returns of a tensor of its own, of which autograd does not
-    follow all, in one another's shape."""
+    """Whether the graph returns, of one tensor that it computes, both a view that requires a gradient and an alias that
+    does not. AOTAutograd may return one of them in the shape of the other."""
     results = [t for n in graph.output_node().all_input_nodes for t in tensors_in(fake(n))]
     views = storages([t for t in results if t.requires_grad and compat.is_view(t)])
     others = storages([t for t in results if not t.requires_grad])
@@ -156,8 +158,8 @@ def _returns_a_view_twice(graph: fx.Graph) -> bool:
 
 
 def _returns_a_copy(graph: fx.Graph, effects: Effects) -> bool:
-    """Whether Inductor may return, in the place of a copy, a tensor that the graph saves: a write of the caller's would
-    change the gradients without a word."""
+    """Whether the graph returns a copy of a tensor that it may save. Inductor may return the saved tensor in place of
+    the copy; if the caller then writes to it, the gradients change silently."""
     return any(
         effects.sharing(source) is not None
         for node in graph.output_node().all_input_nodes
@@ -166,8 +168,8 @@ def _returns_a_copy(graph: fx.Graph, effects: Effects) -> bool:
 
 
 def _refused(graph: fx.Graph) -> bool:
-    """Whether autograd refuses the graph's backward, tried on fakes: AOTAutograd differentiates the whole while it
-    compiles, even if the program never asks for a gradient."""
+    """Whether autograd rejects the graph's backward, tried on fake tensors. AOTAutograd differentiates the joined graph
+    while it compiles, even if the program never computes a gradient."""
     inputs = [fake(node) for node in graph.nodes if node.op == "placeholder"]
     state = compat.ShapeState(compat.shape_env_of(inputs))
     try:
@@ -187,7 +189,7 @@ def _forward_and_backward(graph: fx.Graph, inputs: list[Any]) -> None:
     mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
     leaf = [t.detach().requires_grad_(t.requires_grad) if _is_tensor(t) else t for t in inputs]
     with differentiating_fakes(), mode or contextlib.nullcontext():
-        # What is written to may be an input.
+        # The graph may write to its inputs.
         given = [t.clone() if _is_tensor(t) else t for t in leaf]
         results = [t for t in tensors_in(_run(module, given)) if t.requires_grad]
         wanted = [t for t in leaf if _is_tensor(t) and t.requires_grad]
@@ -197,7 +199,7 @@ def _forward_and_backward(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 class _Trial(fx.Interpreter):
-    """Runs a graph on fakes: within inference_mode, where autocast does nothing to them, as within no_grad."""
+    """Runs a graph on fake tensors, with no_grad in place of inference_mode, in which autocast ignores fake tensors."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if getattr(target, "__name__", "") == "_enter_inference_mode" and args[0]:
@@ -208,7 +210,7 @@ class _Trial(fx.Interpreter):
 
 
 def _run(module: fx.GraphModule, given: list[Any]) -> Any:
-    """What a graph makes of its inputs; where it fails, the modes are left that it was in."""
+    """Run a graph on its inputs; if it fails, exit the modes that it has entered."""
     trial = _Trial(module)
     with torch.enable_grad():
         try:

@@ -1,11 +1,11 @@
 """Three layers compute every operator on a GPU, each exact: the architecture's own kernels, portable Triton, ATen.
 
-A layer fails where one of its kernels does not compile, load or launch. The next layer then computes the whole operator
-again, from the same inputs, and from then on computes it at once: on this device, for this dtype, until the process
-ends. One warning a process names the first kernel that fails; `report()` and `doctor` name all of them.
+A layer fails if one of its kernels does not compile, load or launch. The next layer then computes the whole operator
+again from the same inputs. Later calls for this device and dtype start with that layer until the process ends. One
+warning per process names the first kernel that fails; `report()` and `doctor` name all of them.
 
-A failure counts only if a lower layer succeeds: what every layer raises (bad arguments, a GPU that is lost) is the
-program's own error, and running out of memory is not a kernel's.
+A failure counts only if a later layer succeeds: an error that every layer raises (bad arguments, a lost GPU) is the
+program's own, and an out-of-memory error does not mean that a kernel fails.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ log = logging.getLogger("sparse_inductor")
 
 
 class Layer(enum.IntEnum):
-    """What computes an operator; a larger one is more portable and slower."""
+    """An implementation of the operators; a larger value is more portable and slower."""
 
     NATIVE = 0
-    """Kernels for this GPU's architecture (Gluon and CUDA C++) where there are some, else portable ones."""
+    """Kernels for this GPU's architecture (Gluon and CUDA C++) where they exist, else portable ones."""
     PORTABLE = 1
-    """Triton kernels that use nothing of an architecture's own."""
+    """Triton kernels without architecture-specific features."""
     ATEN = 2
 
 
@@ -46,27 +46,27 @@ _MORE = (
     "There is one such warning a process: sparse_inductor.report() lists every kernel that fails"
 )
 
-# Where kernels run.
+# The device types that have kernels.
 DEVICES = {"cuda"}
 
 
 class KernelWarning(UserWarning):
-    """A kernel does not work here, and something slower computes its operator."""
+    """A warning that a kernel fails on this machine and that a slower layer computes its operator."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """An operator that a lower layer computes since a kernel failed."""
+    """An operator that a slower layer computes because a kernel failed."""
 
     operator: str
     device: str
     dtype: torch.dtype
     kernel: str
-    """Module and name, as `relu_ffn.hopper._product_kernel`."""
+    """Module and name, such as `relu_ffn.hopper._product_kernel`."""
     error: str
     """Type and first line."""
     layer: Layer
-    """What computes the operator now."""
+    """The layer that computes the operator now."""
 
     def __str__(self) -> str:
         return (
@@ -100,13 +100,13 @@ _warned = False
 
 
 def current() -> Layer:
-    """The layer that is to compute what this thread computes."""
+    """Return the layer that operators in this thread use."""
     return _here.layer
 
 
 @contextlib.contextmanager
 def at(layer: Layer) -> Iterator[None]:
-    """This layer computes what this thread computes in the block."""
+    """Make operators in this thread use this layer within the block."""
     before, _here.layer = _here.layer, layer
     try:
         yield
@@ -148,9 +148,9 @@ def is_lowered(operator: str, t: torch.Tensor) -> bool:
 class Operator:
     """The device function of an operator, computed by the first layer that works.
 
-    fn: takes tensors and plain values, a tensor first, and returns new tensors; it asks `launches` and, in its kernels,
-    `current`. follows: the operator that saves what this one reads. This one is never computed by a layer above that
-    one's, so a layer need not read what lower layers save.
+    fn: takes tensors and plain values, a tensor first, and returns new tensors; it calls `launches` and, for its
+    kernels, `current`. follows: the operator that saves the tensors which this operator reads. This operator never uses
+    a faster layer than that operator, so no layer has to read tensors that slower layers save.
     """
 
     def __init__(self, name: str, fn: Callable[..., Any], follows: str | None = None) -> None:
@@ -212,7 +212,7 @@ class Operator:
 
 
 def _noted(error: Exception) -> Exception:
-    """The error, whose frames hold no tensors any more."""
+    """Record the kernel in the error, release the tensors in its frames, and return it."""
     error.__dict__.setdefault("_sparse_inductor_kernel", _kernel_of(error))
     traceback.clear_frames(error.__traceback__)
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -224,7 +224,7 @@ _KERNELS = f"{__package__}.kernels"
 
 
 def _kernel_of(error: Exception) -> str:
-    """The kernel that was to be launched where the error was raised; failing that, the function that plans launches."""
+    """Return the kernel whose launch raised the error; if unknown, the function that plans launches."""
     known = error.__dict__.get("_sparse_inductor_kernel")
     if known is not None:
         return str(known)

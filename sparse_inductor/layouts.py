@@ -1,7 +1,7 @@
-"""A graph's results keep their strides and are tensors of their own: whoever called the compiled function sees both.
+"""Keeps the strides of a graph's results, and keeps the results separate tensors: callers can observe both.
 
-Operators return contiguous tensors. Where a replaced operation's result was laid out otherwise (documents first, say,
-and then transposed) and is returned as it is, it is copied into that order of dimensions.
+Operators return contiguous tensors. If the graph returns the result of a replaced operation that had another order of
+dimensions in memory (for example documents first, then transposed), the result is copied into that order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from .graph.vocabulary import COPIES, VIEWS
 
 
 def layouts(graph: fx.Graph) -> list[list[int] | None]:
-    """For each result of the graph the order of its dimensions in memory, outermost first; None where that is not
-    known."""
+    """Return, for each result of the graph, the order of its dimensions in memory, outermost first; None if unknown."""
     return [
         memory_order(fake(n)) if isinstance(n, fx.Node) else None
         for n in listed(graph.output_node().args[0])
@@ -29,7 +28,7 @@ def layouts(graph: fx.Graph) -> list[list[int] | None]:
 
 
 def keep_layouts(graph: fx.Graph, before: list[list[int] | None]) -> None:
-    """Give the results of the graph the orders that they had."""
+    """Restore the orders of dimensions (`layouts`) that the results of the graph had before the rewriting."""
     output = graph.output_node()
     done: dict[fx.Node, fx.Node] = {}
     for node, order in zip(listed(graph.output_node().args[0]), before, strict=True):
@@ -54,16 +53,16 @@ def _laid_out(graph: fx.Graph, output: fx.Node, node: fx.Node, order: list[int])
     return node
 
 
-# Returned calls of each operator in the graphs of a compile: AOTAutograd puts a checkpointed body into its caller's.
+# For each compile, the returned calls of each operator in all its graphs: AOTAutograd inlines a checkpointed body.
 _returned: WeakKeyDictionary[object, Counter[Any]] = WeakKeyDictionary()
 
 
 def keep_apart(graph: fx.Graph) -> None:
-    """Tell apart calls of an operator whose results are returned, by views that undo each other.
+    """Make calls of an operator with returned results distinct, by inserting pairs of views that cancel.
 
-    AOTAutograd computes once what is equal when `detach()`, `view(-1).view(shape)`, `* 1` and the like are left out,
-    but for functions of a single tensor that is returned. The operators here have several in training, and one tensor
-    in the place of two results would get the gradients of both.
+    AOTAutograd merges calls that are equal up to `detach()`, `view(-1).view(shape)`, `* 1` and the like, except for
+    functions with a single tensor result that is returned. In training the operators here have several results, and one
+    tensor in place of two returned results would receive the gradients of both.
     """
     made = {_made_by(n) for n in listed(graph.output_node().args[0]) if isinstance(n, fx.Node)}
     compile = compat.current_compile()
@@ -72,7 +71,7 @@ def keep_apart(graph: fx.Graph) -> None:
         if node not in made or getattr(node.target, "namespace", "") != "sparse_inductor":
             continue
         first = fake(node.args[0])
-        if isinstance(first, torch.Tensor):  # verify's takes a list, and a number of its own
+        if isinstance(first, torch.Tensor):  # verify's operator takes a list and a number
             left = number[node.target]
             number[node.target] += 1
             while left:
@@ -81,7 +80,7 @@ def keep_apart(graph: fx.Graph) -> None:
 
 
 def _seen_anew(graph: fx.Graph, node: fx.Node, axis: int) -> fx.Node:
-    """The first argument of a call, by two views."""
+    """Return the first argument of a call, passed through two views that cancel."""
     given: Any = node.args[0]
     for method in ("unsqueeze", "squeeze"):
         value = getattr(fake(given), method)(axis)
@@ -93,7 +92,7 @@ def _seen_anew(graph: fx.Graph, node: fx.Node, axis: int) -> fx.Node:
 
 
 def _made_by(node: fx.Node) -> fx.Node:
-    """Whose memory a node shows."""
+    """Return the node whose result a node views or copies."""
     while _name(node) in _SHOWS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -108,7 +107,7 @@ _MOVES = frozenset(("t", "transpose", "permute", "swapaxes", "movedim", "T", "mT
 
 
 def _actual(node: fx.Node) -> Any:
-    """The fake value of a node as it is now: transposed by the program, it still has the strides that it had."""
+    """Return the fake value of a node with its current strides; those recorded for a transposed result are outdated."""
     name = _name(node)
     if name == "getattr" and node.args[1] in _MOVES:
         return getattr(_actual(node.args[0]), node.args[1])

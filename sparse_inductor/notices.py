@@ -1,4 +1,4 @@
-"""What a program is told: warnings that never end it, and errors in one line."""
+"""Messages to the program: warnings that never raise, and errors described in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger("sparse_inductor")
 
 
 def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Warns the caller; where warnings are errors the message is logged, and the program goes on."""
+    """Warn the caller. If warnings are errors, log the message instead, so that the program continues."""
     try:
         warnings.warn(message, category, stacklevel=stacklevel + 1)
     except category:
@@ -17,6 +17,6 @@ def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 
 
 
 def described(error: BaseException) -> str:
-    """An error in one line."""
+    """Describe an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

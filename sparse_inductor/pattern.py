@@ -1,8 +1,7 @@
-"""What a pattern is, and where patterns come from.
+"""Patterns: their interface, and the registry of all known patterns.
 
-A pattern recognises one family of subgraphs and puts an operator in its place. It is any object
-with the attributes of `Pattern`; built-in ones are the files of the `patterns/` folder, each ending
-in
+A pattern recognises one family of subgraphs and replaces them by an operator. It is any object with
+the attributes of `Pattern`. Built-in patterns are files of the `patterns/` folder, each ending in
 
     PATTERN = MyPattern()
 
@@ -32,7 +31,7 @@ ENTRY_POINTS = "sparse_inductor.patterns"
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """Nearly a match. `reason` is in the user's terms; `node` is where it failed (default: the
+    """A subgraph that nearly matches. `reason` is in the user's terms; `node` is where the match failed (default: the
     anchor)."""
 
     reason: str
@@ -41,11 +40,12 @@ class Miss:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """A tensor of the program as written that is mostly zeros, whose zeros the operator skips.
+    """A tensor of the program as written that is mostly zeros, which the operator skips.
 
-    `explain` counts in it when it runs the program. `what` names its elements ("probabilities"), `dim` is the dimension
-    that a row lies along, `result` which of the node's results it is. With `positive` elements below 0 count as zeros.
-    `reader` is the product that it is an operand of, in whose dtype autocast may have it.
+    `explain` counts its elements that are not zero when it runs the program. `what` names its elements
+    ("probabilities"); a row extends along `dim`; `result` is the tensor's index if the node has several results. With
+    `positive`, elements below 0 count as zeros. `reader` is the product that reads the tensor; autocast may cast the
+    tensor to the dtype of that product.
     """
 
     what: str
@@ -59,48 +59,47 @@ class Sparse:
 class Match(Protocol):
     """A subgraph that was recognised and proved replaceable. Nothing has been changed yet.
 
-    A match may have `sparse`, a sequence of `Sparse`; and `top`, true where its results are those of a topk, of
-    which `verify` accepts any choice among equal values; and `apart`, why `verify` cannot compare its nodes with the
-    operator: gradients that go to other tensors, say.
+    A match may have these attributes: `sparse`, a sequence of `Sparse`; `top`, true if its results are those of a topk,
+    for which `verify` accepts any choice among equal values; and `apart`, the reason why `verify` cannot compare its
+    nodes with the operator, for example because their gradients belong to different tensors.
     """
 
     pattern: str
     op: str
     anchor: fx.Node
     matched_nodes: tuple[fx.Node, ...]
-    """The nodes that the op replaces, in graph order, the anchor among them."""
+    """The nodes that the op replaces, including the anchor, in graph order."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]: ...
     @property
     def bytes_saved(self) -> int | None:
-        """Bytes that autograd no longer keeps for the backward; None where that is not known."""
+        """Bytes that autograd no longer keeps for the backward; None if that is not known."""
 
     @property
     def note(self) -> str: ...
 
     def replace(self) -> None:
-        """Insert the op and redirect the readers. The driver erases what is dead afterwards."""
+        """Insert the op and redirect the readers. The driver erases dead nodes afterwards."""
 
 
 @runtime_checkable
 class Pattern(Protocol):
     """One family of subgraphs and the operator that replaces it.
 
-    An optional attribute, `signs`: canonical names of which a graph has at least one where the pattern has anything to
-    say of it, be it a near miss. It is asked nothing about other graphs.
+    An optional attribute is `signs`: a set of canonical names. A graph with a match or a near miss of the pattern
+    contains at least one of them; `match` is not called for other graphs.
 
     Optional methods:
 
-    - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one
-      graph that share
-      nodes, or merges them. Without it all are accepted.
-    - `worth(match, view) -> Worth` (`sparse_inductor.policy.worth`): when the operator is faster than what it replaces,
-      for the policy "auto". Without it always.
-    - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one
-      compile only) for what Dynamo has to know while the pattern is on, such as a function to trace
-      in another's place. Nothing that eager code could notice: no flag, no patch, no import hook.
-      The result puts everything back and is called by `disable()`.
+    - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern that share nodes in one
+      graph, or merges them. Without it, all matches are accepted.
+    - `worth(match, view) -> Worth` (`sparse_inductor.policy.worth`): when the operator is faster than the operations
+      that it replaces, for the policy "auto". Without it, the operator counts as always faster.
+    - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one compile only) to
+      configure Dynamo while the pattern is on, for example to trace another function in place of one. It must have no
+      effect that eager code could notice: no flag, no patch, no import hook. `disable()` calls its result, which undoes
+      the configuration.
     """
 
     name: str
@@ -108,13 +107,12 @@ class Pattern(Protocol):
     summary: str
     """One line: before -> after."""
     anchors: frozenset[str]
-    """Canonical names of the nodes that `match` is asked about."""
+    """Canonical names of the nodes for which `match` is called."""
     examples: Sequence[Example]
     near_misses: Sequence[Example]
 
     def match(self, node: fx.Node, view: Any) -> Match | Miss | None:
-        """Recognise the subgraph that ends in `node`; None when it is not of this family, not even
-        nearly.
+        """Recognise the subgraph that ends in `node`; None if it does not even nearly belong to this family.
 
         Must not change the graph. `view` is a `sparse_inductor.graph.view.GraphView`.
         """
@@ -143,13 +141,13 @@ _discovered = False
 
 
 def register(pattern: P, *, replace: bool = False) -> P:
-    """Add a pattern for this process; it takes part from the next `enable()` or `options()` on.
+    """Add a pattern for this process; it takes effect at the next `enable()` or `options()`.
 
-    Returns the pattern. Registering the same object twice does nothing; `replace=True` lets a new
-    object take the place of an older one of the same name (a notebook cell that is run again).
+    Returns the pattern. Registering the same object twice does nothing; `replace=True` replaces a
+    pattern of the same name (for example when a notebook cell is run again).
 
-    Raises TypeError when `pattern` lacks something that `Pattern` asks for, ValueError when its
-    name is taken.
+    Raises TypeError if `pattern` lacks a required attribute of `Pattern`, ValueError if its name is
+    taken.
     """
     registered()
     with _lock:
@@ -162,7 +160,7 @@ def register(pattern: P, *, replace: bool = False) -> P:
 
 
 def unregister(name: str) -> None:
-    """Take a pattern out again. Raises KeyError when there is none of that name."""
+    """Remove a pattern. Raises KeyError if no pattern has that name."""
     with _lock:
         del _patterns[name]
         del _origin[name]
@@ -172,13 +170,13 @@ def registered() -> dict[str, Pattern]:
     """All known patterns by name: built-in, from entry points, from `register`.
 
     The first call imports them. Raises TypeError or ValueError for a bad or a duplicate pattern. An
-    entry point that cannot be imported is left out with a warning: somebody else's package must not
-    take this one down.
+    entry point that cannot be imported is left out with a warning, so that another package cannot
+    break this one.
     """
     global _discovered
     with _lock:
         if not _discovered:
-            _discovered = True  # first: a pattern's module may itself ask for the registry
+            _discovered = True  # set first: a pattern's module may call this function
             try:
                 _discover()
             except BaseException:
@@ -190,7 +188,7 @@ def registered() -> dict[str, Pattern]:
 
 
 def unknown_pattern(argument: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error of an argument that names a pattern which does not exist."""
+    """Return the error for an argument that names an unknown pattern."""
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ";"

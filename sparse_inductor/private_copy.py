@@ -1,4 +1,4 @@
-"""A function together with the modules it uses, copied."""
+"""Copies a function together with the modules that it uses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 def private_copy(
     fn: Callable[..., Any], duplicate: Callable[[Any, dict[int, Any]], Any] = copy.deepcopy
 ) -> tuple[Any, list[nn.Module]]:
-    """`fn` as it is, but working on copies of the modules it uses; and those copies. duplicate: makes one, given what
-    has been copied so far as `copy.deepcopy` takes it.
+    """Return a version of `fn` that works on copies of the modules it uses, and those copies. duplicate: copies a
+    module, given a memo as for `copy.deepcopy`.
 
-    Modules are found where `fn` is one or a method of one, in a function's closure and globals, and among the
-    attributes of the object that a method belongs to. What a module holds beyond tensors may be shared.
+    Modules are found if `fn` is a module or a method of one, in the closure and globals of a function, and among the
+    attributes of a method's object. A module's contents other than tensors may be shared.
     """
     memo: dict[int, Any] = {}
     modules: list[nn.Module] = []
@@ -50,10 +50,10 @@ def private_copy(
             cells.append(cell)
     named = {name: fn.__globals__.get(name) for name in fn.__code__.co_names}
     own = {name: copied(v) for name, v in named.items() if isinstance(v, nn.Module)}
-    # Without modules among them the globals stay the same object, so that a function sees them change.
+    # If no module is among the globals, the copy keeps the same dict and so sees later changes.
     space = {**fn.__globals__, **own} if own else fn.__globals__
-    # A code object of its own: what Dynamo remembers of the original (skip it, too many recompiles) is not asked, and
-    # nothing is remembered of the copy.
+    # A separate code object: Dynamo's state for the original (skipped, too many recompiles) does not apply to the copy,
+    # and compiling the copy leaves no state for the original.
     code = fn.__code__.replace()
     new = types.FunctionType(code, space, fn.__name__, fn.__defaults__, tuple(cells))
     new.__kwdefaults__ = fn.__kwdefaults__

@@ -1,20 +1,20 @@
 """pytest plugin: markers, fixtures and one option for tests of patterns and operators.
 
-Installed with the package (entry-point group `pytest11`); without it, `-p sparse_inductor.pytest_plugin`. It does
-nothing to tests that do not ask for it, and imports torch only for those that do.
+Installed with the package (entry-point group `pytest11`); from a source tree, use `-p sparse_inductor.pytest_plugin`.
+It does not affect tests that do not use it, and imports torch only for those that do.
 
 Markers
     needs_gpu           skipped where there is no CUDA GPU
-    breaks_pattern      a pattern is made to raise, which fails any other test that uses `clean_dynamo`
+    breaks_pattern      the test makes a pattern raise, which fails any other test that uses `clean_dynamo`
 
 Fixtures
     clean_dynamo        no session, an empty report, no compiled code and no switched-off pattern, before and after
-    nan_filled_memory   `torch.empty` holds NaN, so that an output that nobody wrote shows
-    triton_device       the device to run kernels on, once in Triton's interpreter and once on a GPU; the one that this
-                        process cannot do is skipped, with the reason
+    nan_filled_memory   `torch.empty` holds NaN, which makes unwritten outputs visible
+    triton_device       the device to run kernels on, once in Triton's interpreter and once on a GPU; the variant that
+                        this process cannot run is skipped, with the reason
 
 Option
-    --triton-interpret  run Triton kernels in the interpreter (a process does either that or the GPU)
+    --triton-interpret  run Triton kernels in the interpreter (a process uses either the interpreter or the GPU)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def clean_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No session, an empty report and no compiled code, before and after; no pattern raised unnoticed."""
+    """No session, an empty report and no compiled code, before and after; fails if a pattern has raised."""
     _reset()
     yield
     raised = list(getattr(sys.modules.get("sparse_inductor.rewrite"), "failures", ()))
@@ -72,9 +72,9 @@ def clean_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _reset() -> None:
-    # Only what has been imported can hold anything.
+    # Only imported modules can hold state.
     if session := sys.modules.get("sparse_inductor.session"):
-        with contextlib.suppress(session.StrictError):  # the test's own affair, which has ended
+        with contextlib.suppress(session.StrictError):  # irrelevant, the test has ended
             session.disable()
     if rewrite := sys.modules.get("sparse_inductor.rewrite"):
         rewrite.failures.clear()
@@ -88,7 +88,7 @@ def _reset() -> None:
 
 @pytest.fixture
 def nan_filled_memory() -> Iterator[None]:
-    """`torch.empty` holds NaN (integers: their largest value), so that an output that nobody wrote shows."""
+    """Fill `torch.empty` with NaN (integers: their largest value), which makes unwritten outputs visible."""
     import torch
 
     deterministic = torch.utils.deterministic
@@ -108,7 +108,7 @@ def nan_filled_memory() -> Iterator[None]:
 
 @pytest.fixture(params=["interpreter", "gpu"])
 def triton_device(request: pytest.FixtureRequest) -> Any:
-    """The `torch.device` of kernels that run in the interpreter, then of kernels that run on a GPU."""
+    """Yield the `torch.device` for kernels in the interpreter, then the one for kernels on a GPU."""
     import torch
 
     interprets = os.environ.get(INTERPRET) == "1"

@@ -1,12 +1,12 @@
-"""Cutting a replacement out of a graph: the operations as written and what was put in, each as a function.
+"""Extracts a replacement from a graph: the operations as written and the inserted operators, each as a function.
 
-`Watch` looks at a graph before and after one `match.replace()` and so learns, whatever the pattern did, which nodes are
-new and which of them stand for which old ones.
+`Watch` compares a graph before and after one `match.replace()`. Independently of the pattern, it finds the new nodes
+and the old nodes that they replace.
 
-The operations as written are not only those that the pattern matched. What may write to one of their results while they
-run belongs to them, each reads its inputs as they were when it ran (copies are made where somebody may write to them
-before the operator runs), and each runs under the autocast and the gradient mode that it stood in. Who may write is
-judged here, not asked of the matcher: its mistakes are what is looked for.
+The operations as written are not only those that the pattern matched: operations between them that may write to one of
+their results are included. Each operation reads its inputs as they were when it ran (copies are made if an input may be
+written to before the operator runs), and runs under its original autocast and gradient modes. This module determines by
+itself which nodes may write, because its purpose is to find mistakes of the matcher.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .graph.names import canonical, trailing_inplace
 
 
 class CannotCut(Exception):
-    """A replacement that cannot be told from its surroundings."""
+    """Raised for a replacement that cannot be separated from its surroundings."""
 
 
 class Subgraph:
-    """Part of a graph as a function of `inputs`, nodes around it; its nodes run under the modes they ran under.
+    """Part of a graph as a function of `inputs`, nodes outside it; its nodes run under their original modes.
 
-    writes: whether it may write to its inputs, so that it is run on copies of them. chooses: whether it takes some of
-    equal values in an order that nobody promises.
+    writes: whether it may write to its inputs, so that it runs on copies of them. chooses: whether it selects among
+    equal values in an unspecified order (topk, sort).
     """
 
     def __init__(self, root: nn.Module | None, modes: dict[fx.Node, Modes]) -> None:
@@ -55,22 +55,22 @@ class Subgraph:
         nodes: Sequence[fx.Node],
         instead: dict[tuple[fx.Node, fx.Node], fx.Node] | None = None,
     ) -> None:
-        """Copy these nodes, in graph order; `instead` has, by (node, what it reads), what its copy is to read."""
+        """Copy these nodes, in graph order. instead: for (node, input), the node that the copy reads for that input."""
         self.writes = any(map(may_write, nodes))
         self.chooses = any(map(_chooses, nodes))
         for node in nodes:
             self._copy(node, set(nodes), instead or {})
 
     def widen(self, node: fx.Node) -> None:
-        """Compute one of the inputs, from inputs of its own.
+        """Compute one of the inputs within the subgraph, from the inputs of that node.
 
-        Raises CannotCut where doing that twice is not the same as doing it once.
+        Raises CannotCut if computing the node twice differs from computing it once.
         """
         if not _may_run_twice(node):
             raise CannotCut(f"it would have to compute {node} once more")
         placeholder = self._inner.pop(node)
         self.inputs.remove(node)
-        # What it reads stands before its first reader, here as in the graph that it is copied from.
+        # The node's inputs precede the node's first reader, as in the original graph.
         users = set(placeholder.users)
         first = next(n for n in self._graph.nodes if n in users)
         with self._graph.inserting_before(first):
@@ -79,14 +79,14 @@ class Subgraph:
         self._graph.erase_node(placeholder)
 
     def finish(self, results: Sequence[fx.Node]) -> None:
-        """Make it a function that returns these nodes' values."""
+        """Make the subgraph a function that returns these nodes' values."""
         for node in results:
             self._input(node, set())
         self._graph.output(tuple(self._inner[node] for node in results))
         self._module = fx.GraphModule(self._root, self._graph)
 
     def __call__(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Run on values of the region's inputs, of which `places` picks this subgraph's."""
+        """Run on values of the region's inputs; `places` are the indices of this subgraph's inputs."""
         assert self._module is not None
         arguments = [values[place] for place in self.places]
         if self.writes:
@@ -126,7 +126,7 @@ class Subgraph:
 
 
 class Watch:
-    """One replacement in a graph: made before `match.replace()` of these nodes, `finish` is called after it."""
+    """One replacement in a graph. Create it before `match.replace()` of these nodes, and call `finish` afterwards."""
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self._graph = graph
@@ -134,7 +134,7 @@ class Watch:
         matched_nodes |= {
             user
             for n in matched_nodes
-            if not isinstance(fake(n), Tensor)  # a pair's parts
+            if not isinstance(fake(n), Tensor)  # the elements of a tuple
             for user in n.users
             if user.target is operator.getitem
         }
@@ -156,10 +156,11 @@ class Watch:
         self.written.take(nodes, instead)
 
     def _as_they_were(self, nodes: Sequence[fx.Node]) -> dict[tuple[fx.Node, fx.Node], fx.Node]:
-        """For what these nodes read from outside: what has its value when the operator runs.
+        """Return substitutes, by (node, input), for inputs from outside that are written to.
 
-        A copy (in `copies`, by what it is one of) where the value may be written to until then; the result of the last
-        write where that is the same tensor, so that a gradient goes to where it goes in the program.
+        If an input may be written to between the node and the operator, the substitute is a copy (`copies` maps it to
+        the input). If an operation before the node has written to the input and returned it, the substitute is the
+        result of that operation, so that gradients flow as in the program.
         """
         order = {n: at for at, n in enumerate(self._graph.nodes)}
         own, last = set(nodes), order[nodes[-1]]
@@ -192,7 +193,7 @@ class Watch:
         return instead
 
     def cancel(self) -> None:
-        """Take out of the graph what was put in for the check."""
+        """Remove the copies that were inserted for the check."""
         for copy in self.copies:
             if not copy.users:
                 (detached,) = copy.all_input_nodes
@@ -200,9 +201,9 @@ class Watch:
                 self._graph.erase_node(detached)
 
     def finish(self) -> None:
-        """Learn what was put in.
+        """Find the inserted nodes and the nodes that they replace.
 
-        Raises CannotCut, or ValueError where a node has another shape or dtype than what it stands for.
+        Raises CannotCut, or ValueError if a node differs in shape or dtype from the node that it replaces.
         """
         self.new = [n for n in self._graph.nodes if n not in self._present]
         self.replaced: dict[fx.Node, fx.Node] = {}
@@ -210,7 +211,7 @@ class Watch:
         for user, at, old in self._reads:
             now = _flat(user)[0][at]
             if now is old:
-                continue  # reads a shape alone, or is about to be erased
+                continue  # the user only reads a shape, or is about to be erased
             if self.replaced.setdefault(old, now) is not now:
                 raise CannotCut(f"{old} was replaced by several nodes")
             self._redirected.append((user, at, old))
@@ -233,8 +234,8 @@ class Watch:
             part.places = [order[n] for n in part.inputs[::-1]]
 
     def _align(self) -> None:
-        """Let both read the same where one reads what is made of the other's inputs, as repeated key heads are: a
-        gradient belongs to the same tensor then."""
+        """Make both subgraphs read the same inputs, so that their gradients belong to the same tensors: if one of them
+        reads a value computed from inputs of the other, such as repeated key heads, it computes that value itself."""
         while True:
             ours, theirs = set(self.written.inputs), set(self.rewritten.inputs)
             behind = [
@@ -248,11 +249,11 @@ class Watch:
             ]
             if not behind:
                 return
-            part, node = behind[-1]  # the last in the graph: what it reads may be behind, too
+            part, node = behind[-1]  # the last one: its inputs may be in the list, too
             part.widen(node)
 
     def _made_of(self, sources: Collection[fx.Node]) -> list[fx.Node]:
-        """Nodes that read any of `sources`, directly or not, in graph order."""
+        """Return the nodes that depend on any of `sources`, directly or indirectly, in graph order."""
         found: dict[fx.Node, None] = {}
         for node in self._graph.nodes if sources else ():
             if any(n in sources or n in found for n in node.all_input_nodes):
@@ -260,7 +261,7 @@ class Watch:
         return list(found)
 
     def enclose(self, target: Callable[..., Any], *arguments: Any) -> None:
-        """Put one call of `target(tensors, sizes, *arguments)` in the place of what was put in; it returns a list of
+        """Replace the inserted nodes by one call of `target(tensors, sizes, *arguments)`, which returns a list of
         contiguous tensors, one for each value that is read outside."""
         values = [
             t.new_empty(t.shape).requires_grad_(t.requires_grad)
@@ -318,7 +319,7 @@ def _check_alike(old: fx.Node, now: fx.Node) -> None:
 
 
 def may_write(node: fx.Node) -> bool:
-    """Whether a node may write to memory that it is handed; what is not known may."""
+    """Whether a node may write to memory of its inputs; unknown functions may."""
     target, kwargs = node.target, node.kwargs
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
@@ -348,7 +349,7 @@ def may_write(node: fx.Node) -> bool:
 
 
 def _writes(argument: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator writes to what is given for an argument; `out` of an overload that is not called is not."""
+    """Whether an operator writes to the value of an argument; not to an `out` argument that is not passed."""
     written = argument.alias_info is not None and argument.alias_info.is_write
     return written and (not argument.kwarg_only or kwargs.get(argument.name) is not None)
 
@@ -359,7 +360,7 @@ _IN_PLACE = frozenset(
 
 
 def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
-    """The matched nodes, and those among them that read their results up to the last that may write to one."""
+    """Return the matched nodes, and the nodes between them that depend on them, up to the last that may write."""
     own, first_own = set(matched), frozenset(matched)
     followers: list[fx.Node] = []
     last_writer = 0
@@ -382,7 +383,7 @@ def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _modes_by_node(graph: fx.Graph) -> dict[fx.Node, Modes]:
-    """What each node runs under, where gradients are recorded around the graph."""
+    """Return the modes of each node, assuming that gradients are recorded around the graph."""
     return modes_by_node(graph, Modes(modes_now().autocast))
 
 

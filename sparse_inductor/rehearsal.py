@@ -1,6 +1,6 @@
-"""Operators that a rewrite has put in, run on fake tensors before the compile goes on.
+"""Runs the operators that a rewrite inserted on fake tensors before the compile continues.
 
-What an operator's shape function or its backward raises would otherwise end the compile when AOTAutograd traces it.
+An error in an operator's shape function or backward would otherwise end the compile when AOTAutograd traces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .graph.names import is_operator
 def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
     """Run the operators among the inserted nodes, given in graph order, forward and backward; raises what they raise.
 
-    env: the shape environment, which is afterwards as it was.
+    env: the shape environment, which is restored afterwards.
     """
     state = compat.ShapeState(env)
     learning: dict[fx.Node, bool] = {}
@@ -34,7 +34,7 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
         for node in inserted:
             learning[node] = node.target != "detach" and any(map(needs_grad, node.all_input_nodes))
             if not is_operator(node) or not torch.is_grad_enabled() or not learning[node]:
-                continue  # its forward has run when the node was made
+                continue  # its forward ran when the node was created
             arguments = (node.args, node.kwargs)
             described = fx.map_arg(arguments, lambda n: _describe(fake(n), needs_grad(n)))
             if (key := (node.target, str(described))) not in done:
@@ -57,8 +57,8 @@ def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def differentiating_fakes() -> Iterator[None]:
-    """Gradients are of fake tensors: in this thread, since autograd's own do not know the mode, and nobody looks for
-    NaN, which they cannot tell."""
+    """Allow gradients of fake tensors in the block: autograd runs in this thread, because its own threads do not have
+    the fake tensor mode, and anomaly detection is off, because fake tensors have no values to check for NaN."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if torch.is_anomaly_enabled():
@@ -67,7 +67,7 @@ def differentiating_fakes() -> Iterator[None]:
 
 
 def _describe(value: Any, needs_grad: bool) -> str:
-    """All that an operator's shape function and backward may depend on; layers of a model have it in common."""
+    """Describe everything that an operator's shape function and backward may depend on; repeated layers agree in it."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     layout = (tuple(value.shape), value.stride(), value.storage_offset())

@@ -1,5 +1,6 @@
-"""The pass: ask every enabled pattern about its anchors, replace what matched, record what
-happened. What it does with one graph is in `graph_run`.
+"""The pass: calls every enabled pattern for its anchors, replaces the matches, and records the results.
+
+`graph_run` contains the work on a single graph.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ log = logging.getLogger("sparse_inductor")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one graph yielded; `applied` where the pass was asked to trace."""
+    """The results for one graph; `applied` only if the pass traces."""
 
     rewrites: tuple[Rewrite, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
     applied: tuple[Applied, ...] = ()
     as_written: frozenset[str] = frozenset()
-    """Patterns of which a match was left as it is by policy."""
+    """Patterns with a match that runs as written because of the policy."""
     watched: tuple[tuple[Site, Sparse], ...] = ()
-    """Of these matches those that depend on what runs, with the tensors whose elements are to be counted."""
+    """Those of these matches that depend on the data, with the tensors in which elements are to be counted."""
 
 
 class RewritePass:
     """A pass over one `fx.Graph`, for Inductor's `pre_grad_custom_pass` slot or for calling
     directly.
 
-    `report` is where the records go; the process-wide one by default. `verify` has every rewrite
-    checked when it first runs (see `verify.py`); `trace` keeps which nodes it concerned, and has nothing counted by
-    the graph. `policy`: the choice for each pattern name (`policy.py`), "always" for those that are absent.
+    `report` receives the records; the default is the process-wide report. `verify` has every rewrite checked when it
+    first runs (see `verify/session.py`). `trace` records the nodes of every rewrite, and adds no counters to the graph.
+    `policy`: the choice for each pattern name (see `policy/worth.py`), "always" for absent names.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RewritePass:
     def __call__(self, graph: fx.Graph) -> None:
         self.run(graph)
 
-    # Inductor deep-copies its configuration; a copy would write into a report of its own.
+    # Inductor deep-copies its configuration; a copied pass would write into a copy of the report.
     def __deepcopy__(self, memo: dict[int, Any]) -> RewritePass:
         return self
 
@@ -120,7 +121,7 @@ class RewritePass:
 
 
 def _in_a_package(rewrites: Sequence[Rewrite]) -> str:
-    """What a package made by AOTInductor needs where it is loaded."""
+    """Return a message about the requirements of a package made by AOTInductor."""
     operators = ", ".join(sorted({r.op for r in rewrites}))
     names = ", ".join(sorted({repr(r.pattern) for r in rewrites}))
     return (
@@ -133,5 +134,5 @@ def _in_a_package(rewrites: Sequence[Rewrite]) -> str:
 def _text(graph: fx.Graph) -> str:
     try:
         return compat.graph_text(graph)
-    except Exception as error:  # what a user's module prints is his own
+    except Exception as error:  # printing may run the user's code
         return f"(a graph that cannot be printed: {described(error)})"

@@ -1,4 +1,4 @@
-"""A selection of patterns, what came of it, and whether that is what `strict=True` asks for."""
+"""Sessions: a selection of patterns, the results of its use, and the check of `strict=True`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Names = str | Iterable[str] | None
 
 
 class StrictError(RuntimeError):
-    """`strict=True`, and a pattern that had to match did not."""
+    """Raised with `strict=True` if a required pattern did not match."""
 
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """A selection of patterns and what came of it."""
+    """A selection of patterns and the results of its use."""
 
     patterns: dict[str, Pattern]
     only: frozenset[str]
@@ -49,9 +49,9 @@ class Session:
         policy: Policy | None = None,
         verify: bool = False,
     ) -> Session:
-        """The session that `enable` takes these for. Raises what it raises."""
+        """Return the session for these arguments of `enable`. Raises the errors of `enable`."""
         known = registered()
-        package_hash()  # now, as near to the import of the sources as it gets
+        package_hash()  # as soon as possible after the import of the sources
         named = _names(only, "only", known)
         skipped = _names(skip, "skip", known) | _names(
             os.environ.get(SKIP_VARIABLE), SKIP_VARIABLE, known
@@ -66,7 +66,7 @@ class Session:
         )
 
     def same_as(self, other: Session | None) -> bool:
-        """Whether another session asks for the same."""
+        """Whether another session has the same settings."""
         return (
             other is not None
             and self.only == other.only
@@ -78,8 +78,11 @@ class Session:
         )
 
     def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
-        """Rewrite a graph. A strict session raises here what it cannot raise later
-        (`fail_at_end_of_graph`), or what is already certain."""
+        """Rewrite a graph.
+
+        A strict session raises StrictError here if it cannot do so later (`fail_at_end_of_graph`), or if a required
+        pattern nearly matched in this graph.
+        """
         outcome = RewritePass(self.patterns.values(), verify=self.verify, policy=self.policy).run(
             graph
         )
@@ -95,7 +98,7 @@ class Session:
             self.check_strict()
 
     def leave(self, miss: Miss) -> None:
-        """Note why a graph with an entmax call, whose compile begins anew, is left as it is."""
+        """Record why a graph with an entmax call is not rewritten; its compile restarts."""
         found = near_miss("entmax", miss)
         report().begin_anew(found, compat.current_compile())
         self._note(Outcome((), (found,)))
@@ -109,7 +112,7 @@ class Session:
             )
 
     def _missing(self) -> dict[str, str]:
-        """The patterns that had to match and did not, each with what is known about it."""
+        """Return the required patterns that did not match, each with the reason as far as it is known."""
         if self.only:
             names = self.only - self.matched
         else:
@@ -123,7 +126,7 @@ class Session:
         return {name: self.nearly.get(name, otherwise) for name in sorted(names)}
 
     def check_strict(self) -> None:
-        """Raise StrictError where a strict session lacks a match."""
+        """Raise StrictError if a strict session lacks a required match."""
         missing = self._missing() if self.strict else {}
         if missing:
             lines = "\n".join(f"  {name}: {why}" for name, why in missing.items())
@@ -131,8 +134,8 @@ class Session:
             raise StrictError(f"sparse_inductor, strict=True: {what}:\n{lines}")
 
     def key(self) -> str | None:
-        """What of the session decides how a graph is compiled; None if that cannot be told, or if
-        what is compiled holds what only this process knows."""
+        """Return the session's part of Inductor's cache keys; None, which disables caching, if it cannot be determined,
+        or if compiled code refers to objects of this process (`verify`)."""
         if self.verify:
             return None
         return fingerprint(self.patterns.values())

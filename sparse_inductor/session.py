@@ -3,11 +3,11 @@
 Two passes go into Inductor's slots. `_RewriteSlot` (pre_grad_custom_pass) does the work. It runs
 before the look-up in Inductor's caches, so the report is complete on a warm cache and the key is
 computed on the rewritten graph; torch then leaves the pass's own uuid out of the key. `_CacheKey`
-(post_grad_custom_pre_pass) does nothing but put it back: its uuid holds the package's sources, the
+(post_grad_custom_pre_pass) adds it to the key again: its uuid is a hash of the package's sources, the
 enabled patterns and the options.
 
-Both stand beside the passes the user has in these slots and read the current session when they are
-called, so a reference that outlives `disable()` is inert.
+Both are installed beside the user's passes in these slots. They read the current session when they
+are called, so a reference that outlives `disable()` has no effect.
 """
 
 from __future__ import annotations
@@ -45,33 +45,30 @@ def enable(
     policy: Policy | None = None,
     verify: bool = False,
 ) -> None:
-    """Rewrite what `torch.compile` compiles from now on, in the whole process; nothing else changes.
+    """Rewrite the programs that `torch.compile` compiles from now on, in the whole process; nothing else changes.
 
-    `only` and `skip` are pattern names (one, or several); so is the environment variable
-    `SPARSE_INDUCTOR_SKIP` ("name,name"). Calling it again with the same arguments does nothing,
-    with others it changes the selection. Your own passes in Inductor's slots keep running, in their
-    order, before this one.
+    `only` and `skip` are one or several pattern names. The environment variable `SPARSE_INDUCTOR_SKIP` ("name,name")
+    names further patterns to skip. A second call with the same arguments has no effect; with other arguments it changes
+    the selection. Your own passes in Inductor's slots keep running, in their order, before this one.
 
-    `strict=True` raises `StrictError` when a pattern named in `only` never matched (without `only`:
-    when none matched at all): from `disable()` or the end of `enabled()`, and earlier, out of the
-    compile, as soon as a whole graph was compiled in which such a pattern nearly matched and
-    nothing did.
+    `strict=True` raises `StrictError` if a pattern named in `only` never matched (without `only`: if no pattern
+    matched). `disable()` or the end of `enabled()` raises it. A compile raises it earlier if such a pattern has not
+    matched so far and nearly matches in a graph that does not end in a graph break.
 
-    `policy` says which recognised blocks are rewritten: "auto", the default, those whose operator is
-    faster: at this size on this device (`sparse_inductor/policy/break_even.py`), and where that depends on the
-    data, for what is counted while they run as written (`report().pending`, and
-    `sparse_inductor/policy/profile.py`); "always" all of them, when they are compiled; "never" none; or a dict
-    of pattern names to these. The environment variable `SPARSE_INDUCTOR_POLICY` is the default where
-    it is set. Under "auto" Dynamo compiles a frame again when a decision changes.
+    `policy` selects the recognised blocks to rewrite. "auto", the default, rewrites a block if its operator is faster
+    at this size on this device (`sparse_inductor/policy/break_even.py`). If that depends on the data, the block first
+    runs as written while its active elements are counted (`report().pending`, `sparse_inductor/policy/profile.py`).
+    "always" rewrites all blocks when they are compiled, "never" none. A dict maps pattern names to these choices. The
+    environment variable `SPARSE_INDUCTOR_POLICY` is the default if it is set. Under "auto", Dynamo recompiles a frame
+    when a decision changes.
 
-    `verify=True` checks every rewrite when it first runs: values and gradients beside those of the
-    operations as written, both against an fp64 reference. A rewrite that is wrong is not used, a
-    warning is logged, and the report says what differed; other rewrites are not concerned.
-    It costs memory and time (see `sparse_inductor/verify/session.py`) and Inductor's caches.
+    `verify=True` checks every rewrite when it first runs: it compares values and gradients with those of the operations
+    as written, both against an fp64 reference. A wrong rewrite is not used: a warning is logged, the report describes
+    the difference, and other rewrites are not affected. The check costs memory and time (see
+    `sparse_inductor/verify/session.py`) and disables Inductor's caches.
 
-    Raises ValueError for a name that is not a pattern or an unknown policy, TypeError for something that is not a name.
-    Warns when something was compiled before: that code stays as it is until
-    `torch._dynamo.reset()`.
+    Raises ValueError for an unknown pattern name or policy, TypeError for a value that is not a name. Warns if anything
+    was compiled before: that code stays as it is until `torch._dynamo.reset()`.
     """
     _switch(Session.of(only, skip, strict, policy, verify))
 
@@ -79,8 +76,8 @@ def enable(
 def disable() -> None:
     """Stop rewriting and put Inductor's configuration back exactly as `enable()` found it.
 
-    Passes that you added to the slots in between stay there. What has been compiled stays as it is.
-    Without a preceding `enable()` this does nothing.
+    Passes that you added in between stay in the slots. Compiled code stays as it is. Without a
+    preceding `enable()` this does nothing.
 
     Raises `StrictError` if the session was strict and a pattern that had to match did not.
     """
@@ -98,11 +95,10 @@ def enabled(
     policy: Policy | None = None,
     verify: bool = False,
 ) -> Iterator[None]:
-    """`enable()` for a block; afterwards whatever was on before is on again, nested blocks
-    included.
+    """Call `enable()` for a block and restore the previous session afterwards; blocks can be nested.
 
-    Takes what `enable` takes and raises what it raises. Only what is *compiled* within the block is
-    rewritten: `torch.compile` compiles at the first call.
+    Takes the arguments of `enable` and raises its errors. Only programs *compiled* within the block
+    are rewritten: `torch.compile` compiles at the first call.
     """
     session = Session.of(only, skip, strict, policy, verify)
     outer = _state.session
@@ -113,7 +109,7 @@ def enabled(
         if outer is not None:
             outer.matched |= session.matched
         _switch(outer, late=False)
-    session.check_strict()  # not after an exception: that one is the news
+    session.check_strict()  # not after an exception, which is more important
 
 
 def options(
@@ -123,18 +119,18 @@ def options(
     policy: Policy | None = None,
     verify: bool = False,
 ) -> dict[str, Any]:
-    """Options that rewrite what one `torch.compile` call compiles:
+    """Return options that enable rewriting for one `torch.compile` call:
 
         torch.compile(model, options=sparse_inductor.options())
 
-    For that call they decide alone, whether or not a session is enabled. Takes what `enable` takes
-    and raises what it raises; `strict=True` raises out of the compile, at the end of the first
-    graph that does not end in a graph break, if the required patterns have not matched by then.
-    Your own passes that are in Inductor's slots when this is called keep running. Combine with
-    further options by `{**sparse_inductor.options(), "max_autotune": True}`.
+    They override an enabled session for that call. Takes the arguments of `enable` and raises its
+    errors; `strict=True` raises during the compile, at the end of the first graph that does not end
+    in a graph break, if the required patterns have not matched by then. Your own passes that are in
+    Inductor's slots when this is called keep running. Combine with further options by
+    `{**sparse_inductor.options(), "max_autotune": True}`.
 
-    What Dynamo has to know for a pattern (`setup`: the entmax package's functions) is left alone:
-    use `enable()` for those.
+    The `setup` of patterns, which configures Dynamo (for the functions of the entmax package), is
+    not called: use `enable()` for these patterns.
     """
     session = Session.of(only, skip, strict, policy, verify)
     chosen = {
@@ -147,13 +143,13 @@ def options(
 
 
 def current_patterns() -> list[Pattern]:
-    """The patterns of the enabled session; without one, all that `enable()` would turn on."""
+    """Return the patterns of the enabled session; without one, all patterns that `enable()` would turn on."""
     session = _state.session or Session.of(None, None)
     return list(session.patterns.values())
 
 
 def current_policy(policy: Policy | None = None) -> dict[str, str]:
-    """The choice for each pattern: of `policy`, without one of the enabled session, without that the default."""
+    """Return the choice for each pattern: that of `policy` if given, else of the enabled session, else the default."""
     if policy is None and _state.session is not None:
         return _state.session.policy
     return Session.of(None, None, policy=policy).policy
@@ -161,8 +157,7 @@ def current_policy(policy: Policy | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def prepared(patterns: Iterable[Pattern]) -> Iterator[None]:
-    """What Dynamo has to know for `patterns` (their `setup`) said for a block, unless a session has
-    said it already."""
+    """Configure Dynamo for `patterns` (their `setup`) for a block, unless the enabled session has done so."""
     done = _state.session.patterns if _state.session else {}
     with contextlib.ExitStack() as stack:
         for pattern in patterns:
@@ -175,14 +170,13 @@ def prepared(patterns: Iterable[Pattern]) -> Iterator[None]:
 
 
 class _OurPass(CustomGraphPass):
-    """A pass of ours; `session` is its own for `options()`, and None for whatever session is
-    enabled."""
+    """A pass of this package; `session` is set by `options()`, and None stands for the enabled session."""
 
     def __init__(self, session: Session | None = None) -> None:
         self._session = session
 
     def uuid(self) -> str | None:
-        """The cache key of the session; a constant when there is none."""
+        """Return the cache key of the session; a constant if there is no session."""
         session = self._session or _state.session
         return "sparse_inductor: off" if session is None else session.key()
 
@@ -194,8 +188,8 @@ class _OurPass(CustomGraphPass):
     def __repr__(self) -> str:
         return f"<sparse_inductor {type(self).__name__.strip('_')}>"
 
-    # Dynamo recompiles for a backend that is not equal to the one before; equal options must not
-    # cause that.
+    # Dynamo recompiles if the backend is not equal to the previous one; equal options must not cause
+    # that.
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
@@ -222,7 +216,7 @@ class _RewriteSlot(_OurPass):
 
 
 class _CacheKey(_OurPass):
-    """Its uuid takes part in the keys of Inductor's caches; what is compiled now calls operators directly."""
+    """Adds its uuid to the keys of Inductor's caches, and makes the compiled code call operators directly."""
 
     def __call__(self, graph: fx.Graph) -> None:
         if f"{__package__}.ops" in sys.modules:
@@ -232,7 +226,7 @@ class _CacheKey(_OurPass):
 
     def uuid(self) -> str | None:
         key = super().uuid()
-        # Passes that ran early are in no key either; those that say what they are can be added.
+        # The user's early passes are not in the key either; add those that have a uuid.
         for other in users_passes(REWRITE_SLOT):
             if (
                 key is not None
@@ -244,7 +238,7 @@ class _CacheKey(_OurPass):
 
 
 def users_passes(slot: str = REWRITE_SLOT) -> list[Any]:
-    """The passes in a slot that are not ours."""
+    """Return the passes in a slot that do not belong to this package."""
     return [p for p in passes_of(compat.setting(slot)) if not isinstance(p, _OurPass)]
 
 
@@ -252,7 +246,7 @@ def users_passes(slot: str = REWRITE_SLOT) -> list[Any]:
 
 
 class _State:
-    """What is on in this process. Only `_switch` changes it, under the lock."""
+    """The session of this process and what it has installed. Only `_switch` changes it, under the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -266,8 +260,8 @@ _state = _State()
 
 
 def _switch(session: Session | None, late: bool = True, keep_equal: bool = True) -> None:
-    """Make `session` the one that is on (None: off); `keep_equal` leaves one that is equal in its
-    place, `late` says that it may be too late for some code."""
+    """Enable `session`, or disable the enabled one (None). `keep_equal`: keep the enabled session if it is equal.
+    `late`: warn if code was compiled before."""
     with _state.lock:
         if session is not None and keep_equal and session.same_as(_state.session):
             _install()  # again: the user may have overwritten a slot
@@ -277,7 +271,7 @@ def _switch(session: Session | None, late: bool = True, keep_equal: bool = True)
             _state.session = None
             _uninstall()
             return
-        _state.session = None  # a setup that raises leaves nothing on
+        _state.session = None  # if a setup raises, no session is enabled
         try:
             for pattern in session.patterns.values():
                 _set_up(pattern, _state.teardowns)
@@ -294,8 +288,8 @@ def _switch(session: Session | None, late: bool = True, keep_equal: bool = True)
 def _install() -> None:
     for slot in _state.slots:
         slot.install()
-    # "late" is a choice that the user made: the key then holds the pass's own uuid, and the report
-    # of a graph that comes from a warm cache stays empty.
+    # Keep "late", which only the user can have set: the key then holds the pass's own uuid, and graphs
+    # from a warm cache are missing in the report.
     if compat.has_setting(TIMING) and compat.setting(TIMING) == "default":
         _state.timing = _state.timing or compat.save_setting(TIMING)
         compat.set_setting(TIMING, "early", default="early")

@@ -1,6 +1,6 @@
-"""Inductor's pass slots: putting a pass beside those of the user, and taking it out again.
+"""Inductor's pass slots: adds a pass beside the user's passes, and removes it again.
 
-From 2.13 on a slot holds a list of passes, in 2.11 one callable; `Chain` makes one of several.
+From torch 2.13 on, a slot holds a list of passes; in 2.11 it holds one callable, and `Chain` combines several.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Chain(CustomGraphPass):
             one(graph)
 
     def uuid(self) -> tuple[Any, ...] | None:
-        """The uuids of all; None, which turns caching off, where one of them has none."""
+        """Return the uuids of all passes; None, which disables caching, if one of them has none."""
         uuids = tuple(
             one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes
         )
@@ -42,7 +42,7 @@ class Chain(CustomGraphPass):
 
 
 def passes_of(value: Any) -> list[Any]:
-    """The passes that a slot's value stands for."""
+    """Return the passes in a slot's value."""
     if value is None:
         return []
     if isinstance(value, Chain):
@@ -51,14 +51,14 @@ def passes_of(value: Any) -> list[Any]:
 
 
 def slot_value(passes: list[Any]) -> Any:
-    """A slot's value for these passes: a list where torch takes one."""
+    """Return a slot's value for these passes: a list if torch accepts one."""
     if compat.slots_take_lists():
         return passes
     return passes[0] if len(passes) == 1 else Chain(passes)
 
 
 class Slot:
-    """One pass of ours in one of Inductor's slots, and the way back."""
+    """One pass of this package in one of Inductor's slots, with the state needed to remove it."""
 
     def __init__(self, name: str, ours: Any) -> None:
         self._name = name
@@ -67,11 +67,11 @@ class Slot:
         self._found: list[Any] = []
 
     def install(self) -> None:
-        """Put the pass in; again, if somebody has overwritten the slot since."""
+        """Add the pass; add it again if the slot has been overwritten since."""
         present = passes_of(compat.setting(self._name))
         others = [p for p in present if p is not self._ours]
         if self._saved is None:
-            # Ours may have been left behind in this thread by a disable() in another one.
+            # This pass may be left over in this thread after a disable() in another thread.
             if len(others) < len(present):
                 compat.set_setting(self._name, slot_value(others) if others else None)
             self._saved, self._found = compat.save_setting(self._name), others

@@ -1,4 +1,4 @@
-"""A graph as it was before a pattern changed it: cheap to take, and restoring keeps the nodes' identity."""
+"""The state of a graph before a pattern changes it: cheap to record, and restoring it keeps the nodes' identity."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Snapshot:
         return [n for n in self._graph.nodes if n not in old]
 
     def restore(self) -> bool:
-        """Put the graph back; False if some nodes had been erased and are now copies of what they
-        were."""
+        """Restore the graph; returns False if some nodes had been erased and were replaced by copies."""
         graph, alive = self._graph, set(self._graph.nodes)
         now: dict[fx.Node, fx.Node] = {}
         copied: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Patterns as two functions: what to look for, and what to put there.
+"""Patterns defined by two functions: the operations to search for, and their replacement.
 
     def search(x, weight):
         return torch.relu(x) * weight
@@ -8,9 +8,9 @@
 
     PATTERN = Template("gated", "mine::gated", "relu(x) * w -> gated(x, w)", search, replacement)
 
-That is enough where the operations are always the same ones in the same arrangement. How they are spelled does not
-matter (`torch.relu(x)`, `x.relu()`, `F.relu(x)`), nor the order of the operands of a sum or a product. Where a family
-has variants, or where something has to be proved, write a `Pattern` with a `match` of its own.
+This is sufficient if the operations are always the same, in the same arrangement. Their spelling does not matter
+(`torch.relu(x)`, `x.relu()`, `F.relu(x)`), nor does the order of the operands of a sum or a product. If a family has
+variants, or if something has to be proved, write a `Pattern` with its own `match`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Bindings = dict[str, Any]
 
 @dataclasses.dataclass
 class TemplateMatch:
-    """Nodes that are the template's, and what its parameters stand for."""
+    """The nodes that match a template, and the values of its parameters."""
 
     template: Template
     anchor: fx.Node
@@ -82,16 +82,16 @@ class TemplateMatch:
 
 
 class Template(Recogniser):
-    """A pattern that replaces exactly what `search` computes by what `replacement` does.
+    """A pattern that replaces exactly the operations of `search` by those of `replacement`.
 
     Args:
         name, op, summary, examples, near_misses: as in `Pattern`.
-        search: a function of tensors and numbers that returns one tensor. Its parameters stand for anything; one that
-            is used twice has to be the same both times. No control flow that depends on them.
-        replacement: a function with the same parameters, in plain PyTorch calls (`torch.ops.mine.op(...)`). Where a
-            gradient is needed, its operator has to have one.
-        check: called with the bound parameters (graph nodes, whose tensors are `fake(node)`, or numbers); returns the
-            reason why this is not to be replaced, or None.
+        search: a function of tensors and numbers that returns one tensor. Its parameters match any value; a parameter
+            that is used twice has to have the same value both times. No control flow may depend on them.
+        replacement: a function with the same parameters, in plain PyTorch calls (`torch.ops.mine.op(...)`). If
+            gradients are needed, its operator has to be differentiable.
+        check: called with the bound parameters (numbers, or graph nodes with the tensors `fake(node)`); returns the
+            reason why this match must not be replaced, or None.
 
     Raises TypeError for functions that cannot be traced or whose parameters differ.
     """
@@ -155,7 +155,7 @@ def _operations(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 class _Search:
-    """One attempt to lay a template over a graph, from its last operation up."""
+    """One attempt to match a template in a graph, from the template's last operation upwards."""
 
     def __init__(self, calls: Mapping[fx.Node, Any], view: GraphView) -> None:
         self._calls, self._view = calls, view
@@ -165,20 +165,20 @@ class _Search:
     def node(
         self, wanted: fx.Node, node: fx.Node, found: dict[fx.Node, Any]
     ) -> Iterator[dict[fx.Node, Any]]:
-        """Every way in which `node` is `wanted`, as template node -> what it stands for."""
+        """Yield every way in which `node` matches `wanted`, as a dict from template nodes to their values."""
         call, call_wanted = self._view.call(node), self._calls[wanted]
         if call.inplace or call.name != call_wanted.name:
             there = label(node) if call or node.op == "placeholder" else str(node)
             self._note(found, f"{call_wanted.name} is looked for where {there} is", node)
             return
         found = {**found, wanted: node}
-        fits, defaults = False, SIGNATURES[call.name].defaults  # may be said or left out
+        fits, defaults = False, SIGNATURES[call.name].defaults  # may be passed or omitted
         wanted_args = {**defaults, **call_wanted.args}
         for order in self._orders(call):
             args = {**defaults, **order}
             if args.keys() == wanted_args.keys():
                 pairs = [(v, args[k], node) for k, v in wanted_args.items()]
-                # Constants first: they say more of what is wrong than a search above them.
+                # Constants first: their mismatch is a more precise reason than one of the operands' operations.
                 pairs.sort(key=lambda pair: isinstance(pair[0], fx.Node))
                 for one in self._values(pairs, found):
                     fits = True
@@ -194,7 +194,7 @@ class _Search:
     def _values(
         self, pairs: list[tuple[Any, Any, fx.Node]], found: dict[fx.Node, Any]
     ) -> Iterator[dict[fx.Node, Any]]:
-        """All of some arguments at once; the ways of the first, each with those of the rest."""
+        """Yield every way to match several arguments: each way for the first, combined with those for the rest."""
         if not pairs:
             yield found
             return
@@ -231,19 +231,19 @@ class _Search:
         )
 
     def _note(self, found: dict[fx.Node, Any], reason: str, node: fx.Node) -> None:
-        """Keep the reason of the attempt that came furthest, the first of those that came as far."""
+        """Keep the reason of the attempt that matched the most operations; of several such attempts, the first."""
         reached = sum(n in self._calls for n in found)
         if self._failed is None or reached > self._reached:
             self._reached, self._failed = reached, (reason, node)
 
     def miss(self, last: fx.Node, node: fx.Node) -> Miss | None:
-        """A near miss, where two operations and three quarters of all are there, whatever their constants."""
+        """Return a near miss if at least two operations, and three quarters of all, agree apart from constants."""
         if self._failed is None or self._alike(last, node) < max(2, 0.75 * len(self._calls)):
             return None
         return Miss(*self._failed)
 
     def _alike(self, wanted: fx.Node, node: fx.Node) -> int:
-        """How many operations of the template from `wanted` up have one of that name in their place."""
+        """Return how many operations of the template, from `wanted` upwards, have the same name in the graph."""
         call = self._view.call(node)
         if call.name != self._calls[wanted].name:
             return 0

@@ -1,8 +1,8 @@
 """Threads for work that one ATen call does serially, and for a process that was forked.
 
-A forked child has none of its parent's threads. Executors are made anew there; and since OpenMP believes that the
-thread which called fork still has its team, a parallel loop of ATen that this thread enters waits for ever. Another
-thread gets a team of its own.
+A forked child has none of its parent's threads, so it has to create executors again. In the thread that called fork,
+OpenMP assumes that the thread still has its team, and a parallel loop of ATen waits forever. A new thread gets a new
+team.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _forked = False
 
 
 def in_a_forked_child(work: Callable[[], None]) -> Callable[[], None]:
-    """Has `work` done in each process that is forked from this one, where processes can be."""
+    """Make each process that is forked from this one run `work`, where the system supports forking."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=work)
     return work
@@ -41,12 +41,12 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def workers() -> ThreadPoolExecutor:
-    """As many threads as torch uses."""
+    """Return an executor with as many threads as torch uses."""
     return _pool(torch.get_num_threads())
 
 
 def apart(work: Callable[..., T]) -> Callable[..., T]:
-    """Makes `work` run in a thread of its own where it is called by the thread that a forked process began with.
+    """Make `work` run in a new thread if it is called in the main thread of a forked process.
 
     Grad and inference mode are those of the caller.
     """

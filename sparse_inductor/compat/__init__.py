@@ -1,11 +1,11 @@
 """The only folder that touches torch's private API or asks for its version.
 
-What has no public name but is documented for use outside of torch (`torch.utils._pytree`,
-`torch.utils._python_dispatch`) is used anywhere; `tests/test_private_parts.py` looks for everything else.
+Private modules that are documented for use outside of torch (`torch.utils._pytree`,
+`torch.utils._python_dispatch`) may be used anywhere; `tests/test_private_parts.py` checks all others.
 
-Each function hides one thing that torch may move or that differs between its versions. torch's
-private modules are imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this
-package during `import torch`.
+Each function hides one detail that torch may move or that differs between its versions. torch's
+private modules are imported inside the functions, because `TORCH_LOGS=+sparse_inductor` imports
+this package during `import torch`.
 """
 
 from .dynamo import (

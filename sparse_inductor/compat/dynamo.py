@@ -1,4 +1,4 @@
-"""What Dynamo captured, and what it keeps between compiles."""
+"""Access to Dynamo: the compile under way, captured graphs, guards and cache entries."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def anything_compiled() -> bool:
 
 
 def current_compile() -> object | None:
-    """The compile under way in this thread, the same object for all its graphs; None outside."""
+    """Return the compile under way in this thread, the same object for all its graphs; None if there is none."""
     from torch._guards import CompileContext
 
     return CompileContext.try_get()
 
 
 def current_frame() -> int | None:
-    """A number for the Python frame under compilation, the same each time it is compiled; None outside Dynamo, and
-    where its guards have to be written to a file."""
+    """Return a number for the Python frame under compilation, the same each time it is compiled; None outside Dynamo,
+    and if its guards have to be serialised."""
     from torch._dynamo import config
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -50,7 +50,7 @@ def current_frame() -> int | None:
 
 
 def current_code() -> types.CodeType | None:
-    """The code of that frame; None outside Dynamo."""
+    """Return the code of the frame under compilation; None where `current_frame` is None."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return None if current_frame() is None else InstructionTranslator.current_tx().f_code
@@ -60,7 +60,7 @@ _resets = 0
 
 
 def resets() -> int:
-    """A number that is another one after each `torch._dynamo.reset()`: seen by what that clears."""
+    """Return a number that changes with each `torch._dynamo.reset()`, which is detected by an entry that it clears."""
     global _resets
     from torch._dynamo.utils import warn_once_cache
 
@@ -71,13 +71,13 @@ def resets() -> int:
 
 
 def held_by_a_module(node: fx.Node) -> bool:
-    """Whether an input of a graph is a tensor that Dynamo found in a module, or that is said to stay where it is."""
+    """Whether an input of a graph is a tensor that Dynamo found in a module, or a tensor marked as static."""
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or ())
 
 
 def given_class(node: fx.Node) -> type:
-    """The class of the tensor that a graph is compiled for at an input, whose fake is mostly a plain tensor; a
-    parameter's own class changes nothing."""
+    """Return the class of the tensor that a graph received at an input, whereas its fake tensor usually has a plain
+    class; torch.Tensor for parameters."""
     arg = node.meta.get("grapharg")
     example = None if arg is None else arg.example
     if isinstance(example, torch.Tensor) and not isinstance(example, torch.nn.Parameter):
@@ -86,8 +86,8 @@ def given_class(node: fx.Node) -> type:
 
 
 def may_recompile(code: types.CodeType | None) -> bool:
-    """Whether the program lets Dynamo compile a frame of this code anew, and leaves room for it: less than half of the
-    versions that Dynamo keeps of a frame are there."""
+    """Whether the program allows Dynamo to recompile a frame of this code, and less than half of the cache entries of
+    `recompile_limit` are used."""
     from torch._dynamo import config, eval_frame
 
     if eval_frame._stance.stance != "default" or config.error_on_recompile:
@@ -98,18 +98,18 @@ def may_recompile(code: types.CodeType | None) -> bool:
 
 
 def add_guard(holds: Callable[[], bool], text: str, counts: bool = True) -> None:
-    """Have the code of the frame under compilation run only where `holds()` says so, asked at each call. counts:
-    whether the code is one of those that `recompile_limit` limits."""
+    """Add a guard to the frame under compilation: `holds()`, evaluated at each call. counts: whether the cache entry
+    counts towards `recompile_limit`."""
     from torch._dynamo.guards import install_guard
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     def create(builder: Any, guard: Any) -> None:
         manager = builder.get_guard_manager(guard)
-        # A stack of the user's is a third argument since torch 2.12.
+        # Since torch 2.12, the third argument is the user's stack.
         extra = manager.add_lambda_guard.__doc__.count(",") - 2
         manager.add_lambda_guard(lambda _: holds(), [text], *[None] * extra)
         if not counts:
-            # Dynamo does not count code that is bound to an object which the frame does not have.
+            # Dynamo does not count cache entries that are bound to an object which the frame does not have.
             getattr(builder, "id_matched_objs", {})[text] = weakref.ref(add_guard)
 
     source = InstructionTranslator.current_tx().import_source("torch")
@@ -119,12 +119,12 @@ def add_guard(holds: Callable[[], bool], text: str, counts: bool = True) -> None
 def add_buffer(
     module: fx.GraphModule, name: str, value: torch.Tensor, kept: tuple[str, str, str]
 ) -> None:
-    """Give a graph that Dynamo has captured a tensor of its own; kept: (module, its dict, the key)
-    that holds it."""
+    """Add a tensor as a buffer to a graph that Dynamo has captured. kept: where guards find the tensor, as (module,
+    name of a dict in it, key)."""
     from torch._dynamo.source import AttrSource, GetItemSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    # Names of buffers that are not kept are a set, whose order would be in the key of AOTAutograd's cache.
+    # A persistent buffer: the names of other buffers are a set, whose order would affect AOTAutograd's cache key.
     module.register_buffer(name, value)
     sources = getattr(module, "_param_name_to_source", None)
     if sources is not None:
@@ -139,7 +139,7 @@ def reset_dynamo() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GraphEnd:
-    """Why Dynamo ended a graph; `stack` is the user's, as (file, line, text), innermost last."""
+    """The reason why Dynamo ended a graph; `stack` is the user's stack, as (file, line, text), innermost last."""
 
     broke: bool
     reason: str
@@ -147,7 +147,7 @@ class GraphEnd:
 
 
 def graph_end(gm: Any) -> GraphEnd | None:
-    """Why Dynamo ended the graph; None for one that is not a frame's (a checkpoint body)."""
+    """Return why Dynamo ended the graph; None for a graph that is not a frame's (a checkpoint body)."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None:
         return None
@@ -156,13 +156,13 @@ def graph_end(gm: Any) -> GraphEnd | None:
 
 
 def in_ddp_bucket(gm: Any) -> bool:
-    """Whether the graph is what DistributedDataParallel's optimizer made of one bucket's part of Dynamo's."""
+    """Whether DistributedDataParallel's optimizer has split the graph for one bucket from Dynamo's graph."""
     end = graph_end(gm)
     return end is not None and end.reason.startswith("DDPOptimizer")
 
 
 def uncompiled(fn: Any) -> Any:
-    """The function or module that `torch.compile` was given, if `fn` came from it."""
+    """Return the function or module that `torch.compile` was given, if `fn` is its result; else `fn`."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     if isinstance(fn, OptimizedModule):
@@ -171,9 +171,8 @@ def uncompiled(fn: Any) -> Any:
 
 
 def fresh_capture() -> contextlib.AbstractContextManager[None]:
-    """Settings under which a function is captured anew although the process compiled it before, and
-    that keep what is captured from influencing later compiles (automatic dynamic shapes, the
-    recompile limit)."""
+    """Return settings under which a function is captured again although the process has compiled it before, and under
+    which the capture does not influence later compiles (automatic dynamic shapes, the recompile limit)."""
     from torch._dynamo import config
 
     wanted = {
@@ -186,11 +185,11 @@ def fresh_capture() -> contextlib.AbstractContextManager[None]:
 
 
 def keep_in_graph(fn: Any) -> Any:
-    """Have Dynamo make a call of `fn`, a module's function, one node; the result undoes exactly that.
+    """Make a call of `fn`, a module's function, one node in Dynamo's graphs; the result undoes exactly that.
 
-    `torch.compiler.allow_in_graph` says also that the user has asked for it: where a backend cannot compile such a
-    graph, Dynamo raises instead of falling back to a graph break. The rule is entered by name, too: Dynamo's table of
-    functions is made anew from names when a process group is initialised.
+    `torch.compiler.allow_in_graph` also records that the user has asked for it: if a backend cannot compile such a
+    graph, Dynamo then raises instead of falling back to a graph break. The rule is entered by name, too, because Dynamo
+    rebuilds its table of functions from names when a process group is initialised.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import TorchInGraphFunctionVariable
@@ -207,10 +206,10 @@ def keep_in_graph(fn: Any) -> Any:
 
 
 def substitute_in_graph(fn: Any, traced: Any) -> Any:
-    """Have Dynamo trace `traced` where `fn` is called; the result undoes exactly that.
+    """Make Dynamo trace `traced` where `fn` is called; the result undoes exactly that.
 
-    A function that somebody else has substituted already keeps his substitute. torch can only add
-    a substitute, so undoing takes the entries out of the tables that it goes into.
+    If `fn` already has another substitute, it is kept. torch can only add substitutes, so undoing removes the entries
+    from torch's tables.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import PolyfilledFunctionVariable
@@ -218,7 +217,7 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
 
     try:
         wrapped = torch.compiler.substitute_in_graph(fn)(traced)
-    except (TypeError, ValueError):  # substituted already, or an other version's signature
+    except (TypeError, ValueError):  # substituted already, or another version's signature
         return lambda: None
 
     def undo() -> None:
@@ -236,8 +235,8 @@ _refused: WeakSet[Any] = WeakSet()
 
 
 def may_join() -> bool:
-    """Whether Dynamo may go on where it would end the graph: not where the compile under way has failed so, and not for
-    a backend of torch's that runs no pass of Inductor's, as "aot_eager"."""
+    """Whether Dynamo may continue where it would end the graph: not if the compile under way has failed after doing so,
+    and not for a backend of torch that does not run Inductor's passes, such as "aot_eager"."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     compile = current_compile()
@@ -253,8 +252,8 @@ def may_join() -> bool:
 
 
 def part_what_fails_joined() -> Callable[[], None]:
-    """Have Dynamo begin a frame anew, and end its graphs as it does by itself, where it has gone on (`may_join`) and
-    then cannot trace the frame, unless the program wants one graph; the result undoes it."""
+    """Make Dynamo restart a frame, and end its graphs as usual, if it has continued (`may_join`) and then cannot trace
+    the frame, unless the program requires a single graph; the result undoes this."""
     from torch._dynamo import exc
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -284,7 +283,7 @@ def part_what_fails_joined() -> Callable[[], None]:
 
 
 def _join_no_more(tracing: Any) -> None:
-    """What the compile under way has to know before it begins anew."""
+    """Prepare the compile under way for a restart without `may_join`."""
     compile = current_compile()
     _joined.discard(compile)
     _refused.add(compile)
@@ -292,7 +291,7 @@ def _join_no_more(tracing: Any) -> None:
 
 
 def has_joined() -> bool:
-    """Whether Dynamo has gone on so in the compile under way, and may still end the graph."""
+    """Whether Dynamo has continued (`may_join`) in the compile under way, and may still end the graph."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     if current_frame() is None or current_compile() not in _joined:
@@ -302,21 +301,21 @@ def has_joined() -> bool:
 
 
 def end_graph_where_dynamo_would(reason: str) -> None:
-    """Have Dynamo, which asks for a graph's code, begin anew and end the graph where it does by itself."""
+    """Make Dynamo, which is calling the backend, restart and end the graph where it does by default."""
     from torch._dynamo import exc
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     _join_no_more(InstructionTranslator.current_tx())
-    # The only one that Dynamo lets through from a backend.
+    # The only restart exception that Dynamo accepts from a backend.
     raise exc.TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
 def trace_class_methods() -> Any:
-    """Have Dynamo trace autograd Functions whose forward or backward is a class method; the result undoes it.
+    """Make Dynamo trace autograd Functions whose forward or backward is a class method; the result undoes this.
 
-    torch 2.13 passes the class to them twice where a gradient is wanted, cannot bind the arguments, and ends the graph.
-    So does torch 2.11, which has to go on doing so: of a bisection that it traces it loses the gradient. A torch
-    without the method that does so is left alone, too.
+    If a gradient is needed, torch 2.13 passes the class to them twice, cannot bind the arguments, and ends the graph.
+    So does torch 2.11, but it is not changed, because it loses the gradient of a bisection that it traces. A torch
+    version without the method `prepare_fn_vt` is not changed, either.
     """
     if torch.__version__ < (2, 13):
         return lambda: None
@@ -350,7 +349,7 @@ def trace_class_methods() -> Any:
 
 
 def hidden_arguments(node: fx.Node) -> dict[str, Any]:
-    """The keyword arguments of a DTensor's method that torch 2.11 keeps in a closure of its own."""
+    """Return the keyword arguments of a DTensor method that torch 2.11 keeps in a closure."""
     cells = getattr(node.target, "__closure__", None) or ()
     names = getattr(getattr(node.target, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in cells)))

@@ -1,4 +1,4 @@
-"""The base class that a pass needs for Inductor's caches to accept it; importing this imports a part of Inductor."""
+"""The base class of passes that Inductor's caches accept; importing this module imports a part of Inductor."""
 
 from torch._inductor.custom_graph_pass import CustomGraphPass
 

@@ -1,4 +1,4 @@
-"""Copies and texts of graphs."""
+"""Copies of graphs, and graphs as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """The graph as Python with shapes where it can be printed so, else as a list of nodes."""
+    """Return the graph as Python code with shapes if it belongs to a module, else as a list of nodes."""
     gm = graph.owning_module
     if gm is not None and gm.graph is graph:
         return gm.print_readable(print_output=False, include_device=True, colored=False)
@@ -16,7 +16,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graphs can be edited, nested bodies included; parameters are shared."""
+    """Return a copy whose graphs can be edited, nested bodies included; parameters are shared."""
     copied = fx.GraphModule(gm, copy_graph(gm.graph), gm.__class__.__name__)
     copied.meta = dict(gm.meta)
     for name, child in gm.named_children():
@@ -26,7 +26,7 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of the nodes; what their `meta` holds is shared."""
+    """Return a copy of the nodes; the values in their `meta` are shared."""
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Inductor's pass slots, what it compiles, and the code that it generates."""
+"""Access to Inductor: its pass slots, its compilation, and its code generation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def compile_graph(
     codegen: bool = True,
     see: Callable[[fx.Graph], Any] = lambda graph: None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph as Inductor does, caches off; without `codegen` every pass and
-    AOTAutograd run, and the resulting graphs of ATen operations are shown to `see` and executed as
-    they are."""
+    """Compile a Dynamo graph as Inductor does, with caches off.
+
+    Without `codegen`, all passes and AOTAutograd run; the resulting graphs of ATen operations are passed to `see` and
+    executed without generating code.
+    """
     from functorch.compile import make_boxed_func
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -62,7 +64,7 @@ def compile_graph(
 
 
 def compiling_ahead() -> bool:
-    """Whether AOTInductor compiles: what it makes is called without autograd, whatever the mode is meanwhile."""
+    """Whether AOTInductor compiles. Its result is called without autograd, whatever the grad mode of the compile."""
     from torch._inductor.virtualized import V
 
     return V.aot_compilation is True
@@ -71,9 +73,10 @@ def compiling_ahead() -> bool:
 def call_extern_kernels(
     python_name: str, made: Callable[[Any], tuple[str, str, str] | None]
 ) -> None:
-    """Where Inductor's Python code would call `python_name`, have it call an object of the module's own instead.
+    """Make Inductor's Python code call an object defined in the generated module where it would call `python_name`.
 
-    made: given the node, (import line, the object's name, the expression that makes it); None: leave the call as it is.
+    made: given the node, returns (import line, name of the object, expression that creates it), or None to leave the
+    call as it is.
     """
     from torch._inductor.codegen import custom_extern_kernel_codegen as registry
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine, PythonWrapperCodegen
@@ -81,7 +84,7 @@ def call_extern_kernels(
 
     def generate(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = V.graph.wrapper_code
-        # A subgraph's wrapper has no module to itself.
+        # The wrapper of a subgraph does not generate a module.
         found = made(node) if type(wrapper) is PythonWrapperCodegen else None
         if found is not None:
             imported, node.python_kernel_name, expression = found
@@ -93,13 +96,13 @@ def call_extern_kernels(
 
 
 def arguments_of_node(node: Any) -> tuple[int, dict[str, Any]]:
-    """How many arguments the operator of Inductor's node gets by position, and those by name."""
+    """Return the number of positional arguments of an Inductor node's operator, and its keyword arguments."""
     passed, named = node.unflatten_args(node.inputs, node.constant_args)
     return len(passed), {**node.kwargs, **named}
 
 
 def settled_inputs(node: Any) -> bool:
-    """Whether nothing about the inputs of Inductor's node is symbolic."""
+    """Whether an Inductor node has no symbolic sizes, strides or constants among its inputs."""
     sizes = [n for t in node.inputs for n in (*t.get_size(), *t.get_stride())]
     return all(isinstance(n, int) or n.is_number for n in (*sizes, *_numbers(node.constant_args)))
 

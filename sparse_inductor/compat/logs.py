@@ -8,19 +8,19 @@ import sys
 from collections import Counter
 from typing import Any
 
-# Not "sparse" alone: a break inside a function of the user's called sparsemax names it.
+# Not "sparse" alone: the reason of a graph break inside a user's function sparsemax contains it.
 _SPARSE = re.compile(r"sparse tensor|torch\.sparse|sparse_(coo|cs[rc]|bs[rc])", re.IGNORECASE)
 
 
 def count(name: str, by: int = 1) -> None:
-    """Add to Inductor's counters, where its own passes count their matches."""
+    """Add to Inductor's counters, in which its own passes count their matches."""
     from torch._dynamo.utils import counters
 
     counters["inductor"][name] += by
 
 
 def untraceable() -> Counter[str]:
-    """What Dynamo could not trace in this process, and how often: it ended a graph there, or left the frame alone."""
+    """Return the reasons why Dynamo ended a graph or skipped a frame in this process, with their counts."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return Counter()
@@ -29,7 +29,7 @@ def untraceable() -> Counter[str]:
 
 
 def sparse_graph_breaks() -> int:
-    """How often Dynamo could not trace a torch.sparse tensor in this process."""
+    """Return how often Dynamo could not trace a torch.sparse tensor in this process."""
     return sum(times for what, times in untraceable().items() if _SPARSE.search(what))
 
 

@@ -1,4 +1,4 @@
-"""What happens when an operator runs: the dispatcher, streams, memory."""
+"""Access to the runtime: the dispatcher, autograd, modes, streams and memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 
 
 def below_autograd() -> contextlib.AbstractContextManager[None]:
-    """Calls inside skip the Autograd keys: an operator's Autograd kernel uses it to reach the device kernels."""
+    """Return a context in which calls skip the Autograd keys: in it, an Autograd kernel can call the device kernels."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def views_untracked() -> contextlib.AbstractContextManager[None]:
-    """Views made inside are tensors of their own for autograd. One that an operator returns may be written to in place
-    by the caller: of a tracked view, made where no gradient is recorded, autograd refuses that."""
+    """Return a context in which autograd does not track views. Callers can then write in place to a view that an
+    operator returns; autograd refuses that for a tracked view made while no gradients are recorded."""
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 @contextlib.contextmanager
 def autograd_on() -> Iterator[None]:
-    """Operations in the block are recorded for autograd, also where an operator's kernel or a compiled graph runs,
+    """Record the operations in the block for autograd, even within an operator's kernel or a compiled graph, which run
     below autograd."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for name in (
@@ -52,7 +52,7 @@ def clamp_has_a_slope_at_its_bounds() -> bool:
         (slope,) = torch.autograd.grad(x.clamp(min=0), x)
         found.append(bool(slope))
 
-    # A new thread has none of the modes and hooks that this one may have on: it is asked in the middle of a compile.
+    # A new thread has none of this thread's modes and hooks: this function may run in the middle of a compile.
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
@@ -60,13 +60,13 @@ def clamp_has_a_slope_at_its_bounds() -> bool:
 
 
 def modes_active() -> bool:
-    """Whether somebody has a mode on that every operator's call goes through."""
+    """Whether a dispatch mode, which intercepts every operator call, is active."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def observed() -> bool:
-    """Whether somebody wants to see every operator's call: a mode, a profiler, or forward-mode differentiation, of
-    which Dynamo's guards know nothing."""
+    """Whether a dispatch mode, a profiler, or forward-mode differentiation observes every operator call; Dynamo has no
+    guards for them."""
     return modes_active() or torch.autograd._profiler_enabled() or forward_ad_active()
 
 
@@ -77,11 +77,11 @@ def exporting() -> bool:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[bool]:
-    """What is computed meanwhile passes through no dispatch mode of the caller's, and what autograd saves through no
-    hook. Gives whether it passes through a hook that is not PyTorch's own otherwise.
+    """Hide the operations in the block from the caller's dispatch modes, and the tensors that autograd saves from its
+    saved-tensor hooks. Yields whether the caller has a hook that is not one of PyTorch's own.
 
-    A checkpoint around a compiled function counts what its forward saves, and a mode counts or replaces what it
-    computes: what a pass computes while the function is compiled is not part of it, nor what a check of it computes.
+    A checkpoint around a compiled function counts the tensors that its forward saves, and a mode may count or replace
+    operations. The operations of a pass during the compile, or of a check, do not belong to that function.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -95,8 +95,8 @@ def unobserved() -> Iterator[bool]:
 
 
 def checkpoint_under_way() -> Any:
-    """The checkpoint (`use_reentrant=False`) that what is called now is part of, the same object in its forward and
-    when that is computed again; None outside."""
+    """Return the checkpoint (`use_reentrant=False`) around the current call, the same object in its forward and in its
+    recomputation; None outside checkpoints."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         return None
@@ -110,25 +110,25 @@ def checkpoint_under_way() -> Any:
 
 
 def symbolic_sizes() -> contextlib.AbstractContextManager[None]:
-    """Operators that are made of others take fake tensors of symbolic sizes: that of a linear in torch 2.11 asks for
-    their number of elements, unless its Python decomposition is used."""
+    """Return a context in which composite operators accept fake tensors of symbolic sizes. In torch 2.11, the linear
+    operator requires their number of elements unless its Python decomposition is used."""
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()
 
 
 def transforms_active() -> bool:
-    """Whether a transform of torch.func is under way."""
+    """Whether a transform of torch.func is active."""
     return torch._C._are_functorch_transforms_active()
 
 
 def forward_ad_active() -> bool:
-    """Whether forward-mode differentiation is under way (`torch.autograd.forward_ad.dual_level`)."""
+    """Whether forward-mode differentiation is active (`torch.autograd.forward_ad.dual_level`)."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def asked_for_shapes(t: torch.Tensor) -> bool:
-    """Whether a function of `t` is run for its result's shape and dtype alone: on fakes, and nobody records it."""
+    """Whether a function of `t` runs only for its result's shape and dtype: on fake tensors, without being traced."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -136,14 +136,14 @@ def asked_for_shapes(t: torch.Tensor) -> bool:
 
 
 def functional_mode() -> type:
-    """The mode under which AOTAutograd traces what a compiler gets."""
+    """Return the mode under which AOTAutograd traces the graphs for a compiler."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode
 
 
 def plain_when_traced(kind: type) -> bool:
-    """Whether `functional_mode` may look at a tensor of this type: no other subclass has a say before it."""
+    """Whether `functional_mode` may handle a tensor of this type: no other subclass takes precedence over it."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -151,8 +151,8 @@ def plain_when_traced(kind: type) -> bool:
 
 
 def computes_as_tensors_do(kind: type) -> bool:
-    """Whether fake values of this type are plain tensors, or those of torch.distributed, which operators have rules
-    for; other subclasses may do anything where an operation is called on them."""
+    """Whether a type is a plain or fake tensor, or one of torch.distributed, for which the operators have rules. Other
+    subclasses may redefine any operation."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -164,24 +164,24 @@ def computes_as_tensors_do(kind: type) -> bool:
 
 
 def keeps_operators() -> bool:
-    """Whether an operator stays whole when traced: in torch.export, whose programs outlive their kernels."""
+    """Whether tracing keeps operators as single nodes: in torch.export, because its programs outlive the kernels."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return custom_triton_ops_decomposition_disabled()
 
 
 def launch_settings() -> tuple[Any, ...]:
-    """What the launch code of kernels may ask torch for, beside what is to be seen of the tensors."""
+    """Return the settings of torch on which launches of kernels may depend, in addition to their tensors."""
     return torch._C._get_float32_matmul_precision(), torch._C._get_cublas_allow_tf32()
 
 
 def cuda_driver() -> ctypes.CDLL:
-    """The CUDA driver; raises OSError where there is none."""
+    """Return the library of the CUDA driver; raises OSError if there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def cuda_error(code: int) -> str:
-    """What the driver says of an error."""
+    """Return the driver's description of an error code."""
     text = ctypes.c_char_p()
     cuda_driver().cuGetErrorString(code, ctypes.byref(text))
     return (text.value or b"unknown").decode()
@@ -189,14 +189,14 @@ def cuda_error(code: int) -> str:
 
 @functools.cache
 def _torch_in_c(kind: str) -> ctypes.CDLL:
-    """The library with the C functions that AOTInductor's programs call, of a type of device."""
+    """Load the library with the C functions that AOTInductor's programs call, for a type of device."""
     return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / f"libtorch_{kind}.so"))
 
 
 @functools.cache
 def product_functions(kind: str, name: str) -> list[ctypes.c_void_p] | None:
-    """Addresses of the C functions that make a tensor of given memory on a type of device, that release it, and that
-    compute a product, such as "mm_out"; None where this torch lacks one."""
+    """Return the addresses of the C functions that create a tensor from given memory on a type of device, release it,
+    and compute a product, such as "mm_out"; None if this torch lacks one of them."""
     names = "create_tensor_from_blob", "delete_tensor_object", f"{kind}_{name}"
     try:
         library = _torch_in_c(kind)
@@ -206,18 +206,18 @@ def product_functions(kind: str, name: str) -> list[ctypes.c_void_p] | None:
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """A dtype as those functions take it."""
+    """Return the code of a dtype for the functions of `product_functions`."""
     return int(_torch_in_c("cpu")[f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}"]())
 
 
 def device_type_code(kind: str) -> int:
-    """A type of device as those functions take it."""
+    """Return the code of a type of device for the functions of `product_functions`."""
     return int(_torch_in_c("cpu")[f"aoti_torch_device_type_{kind}"]())
 
 
 def works_beside_captures() -> bool:
-    """Let this thread allocate on GPUs while another captures a CUDA graph, which would otherwise end in an error, for
-    both; whether the driver does so."""
+    """Let this thread allocate on GPUs while another captures a CUDA graph, which otherwise raises an error in both
+    threads. Returns whether the driver supports this."""
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     try:
         exchange = cuda_driver().cuThreadExchangeStreamCaptureMode
@@ -227,33 +227,33 @@ def works_beside_captures() -> bool:
 
 
 def raw_stream(device: torch.device) -> int:
-    """The handle of the device's current stream; 0 for a CPU."""
+    """Return the handle of the device's current stream; 0 for a CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def stream_getter(device: torch.device) -> Callable[[], int]:
-    """What gives `raw_stream(device)`, in a call of C alone."""
+    """Return a function that returns `raw_stream(device)` with a single C call."""
     if device.type != "cuda":
         return lambda: 0
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def current_device() -> int:
-    """The current GPU's number, of a process that has used one."""
+    """Return the index of the current GPU; the process must have used a GPU before."""
     return torch._C._cuda_getDevice()
 
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """`torch.empty_strided(size, stride, dtype)` on the device (on the current one of several GPUs): what Inductor's
-    own code allocates with, a third of the host's time."""
+    """Return `torch.empty_strided(size, stride, dtype)` for the device (of several GPUs, for the current one). On GPUs
+    it is the function of Inductor's generated code, which takes a third of the host time of torch.empty_strided."""
     if device.type == "cuda":
         return torch._C._dynamo.guards._empty_strided_cuda
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that shares memory until one of both is written to; at once where this torch, or the
-    tensor's storage, cannot do that."""
+    """Return a copy that shares memory until either tensor is written to; a full copy if this torch, or the tensor's
+    storage, does not support that."""
     try:
         return torch._lazy_clone(tensor)
     except (AttributeError, RuntimeError):
@@ -261,27 +261,27 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outside_modes() -> contextlib.AbstractContextManager[object]:
-    """What the program's modes do not see."""
+    """Return a context whose operations the program's dispatch modes do not see."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """What tensors in the same memory have in common."""
+    """Return a key that tensors with the same storage share."""
     return int(t.untyped_storage()._cdata)
 
 
 def coo_entries(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values) of a sparse COO tensor as they are: not sorted, perhaps, and an entry in parts."""
+    """Return (indices, values) of a sparse COO tensor as stored: possibly unsorted and with duplicate indices."""
     return t._indices(), t._values()
 
 
 def is_view(t: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another one that autograd knows of."""
+    """Whether autograd tracks a tensor as a view of another one."""
     return t._is_view()
 
 
 def marked_as_parameter(t: Any) -> bool:
-    """Whether a fake tensor stands for a module's parameter."""
+    """Whether a fake tensor represents a module's parameter."""
     return bool(getattr(t, "_is_param", False))

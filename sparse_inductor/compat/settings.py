@@ -22,13 +22,13 @@ def has_setting(name: str) -> bool:
 
 
 def setting(name: str) -> Any:
-    """The setting as a compile in this thread sees it."""
+    """Return the setting as a compile in this thread sees it."""
     return getattr(_inductor_config(), name)
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedSetting:
-    """What `restore_setting` needs to put a setting back exactly, unset or the same object."""
+    """The state with which `restore_setting` restores a setting exactly: unset, or the same object."""
 
     name: str
     override: Any
@@ -36,17 +36,16 @@ class SavedSetting:
 
 
 def save_setting(name: str) -> SavedSetting:
-    """Remember a setting, whether it was set or only has its default."""
+    """Save a setting, including whether it was set or only has its default."""
     entry = _inductor_config()._config[name]
     return SavedSetting(name, _override(entry), entry.default)
 
 
 def set_setting(name: str, value: Any, default: Any = None) -> None:
-    """Set a setting: here to `value`, in threads that have not set it to `default` (if given).
+    """Set a setting to `value` in this thread, and to `default` (if given) in threads that have not set it.
 
-    In 2.13 a setting (a ContextVar) is a matter of one thread or asyncio task, so "process-wide"
-    takes both: a server compiles on worker threads, and autograd compiles backward graphs on its
-    own.
+    In torch 2.13 each thread or asyncio task has its own value of a setting (a ContextVar), so a process-wide change
+    needs both: a server compiles on worker threads, and autograd compiles backward graphs on its own threads.
     """
     config = _inductor_config()
     entry = config._config[name]
@@ -57,13 +56,12 @@ def set_setting(name: str, value: Any, default: Any = None) -> None:
 
 
 def restore_setting(saved: SavedSetting, override: bool = True) -> None:
-    """Put a setting back; with `override=False` only for the other threads."""
+    """Restore a setting; with `override=False` only for the other threads."""
     config = _inductor_config()
     entry = config._config[saved.name]
     entry.default = saved.default
     if override:
-        # Through the front door first: it marks the config's cached hash and dictionary as
-        # outdated.
+        # Use the public setter first: it marks the config's cached hash and dictionary as outdated.
         setattr(config, saved.name, saved.default)
         if isinstance(entry.user_override, ContextVar):
             entry.user_override.set(saved.override)
@@ -84,7 +82,7 @@ def _forget_config_cache(config: Any) -> None:
 
 @contextlib.contextmanager
 def patched_settings(**settings: Any) -> Iterator[None]:
-    """Inductor settings for a block, in this thread; what this torch does not know is left out."""
+    """Change settings of Inductor for a block, in this thread; settings that this torch does not have are left out."""
     with _inductor_config().patch(
         {name: value for name, value in settings.items() if has_setting(name)}
     ):
@@ -92,7 +90,7 @@ def patched_settings(**settings: Any) -> Iterator[None]:
 
 
 def inductor_cache_folder() -> str:
-    """Where Inductor keeps what it generates; the folder need not be there yet."""
+    """Return the folder of Inductor's caches, which need not exist yet."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()

@@ -1,4 +1,4 @@
-"""The shape environment of a compile: what it knows of symbolic sizes, and putting that back."""
+"""The shape environment of a compile: its knowledge of symbolic sizes, and how to restore an earlier state."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import copy
 from collections.abc import Iterable, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
-# Nothing is decided by these: caches, what is only logged, and what records or validates a run.
+# These affect no decisions: caches, logs, and recordings or validators of a run.
 _NO_STATE = frozenset(
     ("events", "fx_node_cache", "graph", "name_to_node", "tracked_fakes", "validator")
 )
-# Caches are valid for one value of these, which therefore never return to an earlier one.
+# Caches are valid for one value of these counters, so the counters must never return to an earlier value.
 _VERSIONS = frozenset(("_version_counter", "_replacements_version_counter"))
 
 
 def shape_env_of(values: Iterable[Any]) -> Any | None:
-    """The shape environment of the first fake tensor or symbolic size among `values`."""
+    """Return the shape environment of the first fake tensor or symbolic size among `values`."""
     for value in values:
         if (mode := getattr(value, "fake_mode", None)) is not None:
             return mode.shape_env
@@ -26,20 +26,20 @@ def shape_env_of(values: Iterable[Any]) -> Any | None:
 
 
 def discarding_unbacked(env: Any | None) -> contextlib.AbstractContextManager[Any]:
-    """A block whose new unbacked symbols (sizes that only data decide) nobody is waiting for: they belong to values
-    that are traced once more."""
+    """Return a context whose new unbacked symbols (data-dependent sizes) are discarded, because their values are traced
+    again later."""
     return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether the error says that something was asked of a size that only the data decide."""
+    """Whether the error is due to a decision that depends on a data-dependent size."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
 class ShapeState:
-    """What a shape environment held: guards, ranges, replacements, symbols, deferred assertions."""
+    """The saved state of a shape environment: guards, ranges, replacements, symbols, deferred assertions."""
 
     def __init__(self, env: Any | None) -> None:
         self._env = env
@@ -56,7 +56,7 @@ class ShapeState:
         return self._mark != self._current_mark()
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore the saved state."""
         env = self._env
         if env is None:
             return
@@ -87,7 +87,7 @@ class ShapeState:
 
 
 class _Nothing:
-    """Stands for no environment."""
+    """A placeholder for a missing environment."""
 
 
 _CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
@@ -95,7 +95,7 @@ _STATE = (*_CONTAINERS, int, bool, tuple, type(None))
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a container, and of the lists in a mapping."""
+    """Return a copy of a container, including the lists in a mapping; other values are returned unchanged."""
     if isinstance(value, MutableMapping):
         copied = copy.copy(value)
         for key, entry in copied.items():

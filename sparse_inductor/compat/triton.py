@@ -1,8 +1,8 @@
-"""Triton's private parts: what is launched, how, and what is compiled on the way.
+"""Access to Triton's private parts: compilation, caches, and launches.
 
-Nothing here asks for a version. A function looks for what it needs, or tries it, and says so where it is missing; its
-caller then does without, with the same results. docs/compatibility.md lists the places, what happens without each, and
-its test.
+Nothing here checks a version. Each function looks for the attributes that it needs, or tries to use them, and reports
+if they are missing. Its caller then works without them, with the same results. docs/compatibility.md lists these
+places, the behaviour without each of them, and the tests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 LaunchSeen = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
-"""Called after a launch with (compiled kernel, grid, stream, what its parameters were given, constants too)."""
+"""Called after a launch with (compiled kernel, grid, stream, arguments of all its parameters, constants included)."""
 
-# What a compiled kernel's `run` takes in front of the parameters: grid, stream, function, metadata twice, two hooks.
+# The arguments of a compiled kernel's `run` before the parameters: grid (3), stream, function, metadata (2), hooks (2).
 _BEFORE = 9
 # Bytes of a tensor map.
 _TENSOR_MAP = 128
@@ -37,7 +37,7 @@ def interprets() -> bool:
 
 
 def launch_hooks_set() -> bool:
-    """Whether somebody (a profiler) has asked Triton to call a function at each launch."""
+    """Whether Triton has a launch hook, for example of a profiler."""
     import triton
 
     runtime = triton.knobs.runtime
@@ -47,16 +47,16 @@ def launch_hooks_set() -> bool:
 
 
 def load(compiled: Any) -> None:
-    """Loads a compiled kernel onto the current GPU, which its first launch would do, and raises what that would raise;
-    where Triton has no such function, nothing is loaded."""
+    """Loads a compiled kernel onto the current GPU, as its first launch would, and raises the same errors. If Triton
+    has no function for this, nothing is loaded."""
     function = getattr(compiled, "_init_handles", None)
     if function is not None:
         function()
 
 
 def build_launcher(compiled: Any) -> None:
-    """Builds what launches a compiled kernel, in any thread, where Triton compiles that in C (up to 3.7): it is kept on
-    disk, for `load`, in which whatever fails here fails again."""
+    """Builds the launcher of a compiled kernel, in any thread, where Triton compiles launchers in C (up to 3.7). The
+    launcher is cached on disk for `load`. Errors are ignored here, because `load` raises them again."""
     import triton
 
     with contextlib.suppress(Exception):
@@ -66,10 +66,10 @@ def build_launcher(compiled: Any) -> None:
 
 @functools.cache
 def _keep_modules_apart() -> None:
-    """Has Triton get a module of its own each time it loads an extension module.
+    """Makes Triton create a separate module object each time it loads an extension module.
 
-    Those that Triton 3.6 launches with all have one name, and Python keeps one module of a name: a thread may find
-    there what another thread has just loaded.
+    The launchers of Triton 3.6 all have the same module name, and Python keeps one module per name. A thread could
+    therefore get the module that another thread has just loaded.
     """
     from triton.runtime import build
 
@@ -85,7 +85,7 @@ def _keep_modules_apart() -> None:
 
 
 def mock_tensor(dtype: Any) -> Any:
-    """What stands for a tensor, its address a multiple of 16, where a kernel is only compiled."""
+    """Returns a placeholder for a tensor with a 16-byte aligned address, to compile a kernel without running it."""
     from triton.runtime.jit import MockTensor
 
     return MockTensor(dtype)
@@ -94,7 +94,7 @@ def mock_tensor(dtype: Any) -> Any:
 def compiled_kernel(
     cubin: bytes, name: str, arch: int, signature: Sequence[str], options: Mapping[str, Any]
 ) -> Any:
-    """The kernel `name` of a binary, for Triton to load and to launch; options: as Triton's compiler takes them."""
+    """Returns the kernel `name` of a binary, for Triton to load and launch; options: those of Triton's compiler."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel, make_backend
 
@@ -118,7 +118,7 @@ def compiled_kernel(
 
 
 def cached(key: str, name: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` gives, kept where Triton keeps what it compiles. key: 64 hexadecimal digits."""
+    """Returns the result of `make`, cached in Triton's cache. key: 64 hexadecimal digits."""
     from triton.runtime.cache import get_cache_manager
 
     cache = get_cache_manager(key)
@@ -127,7 +127,7 @@ def cached(key: str, name: str, make: Callable[[], bytes]) -> bytes:
 
 
 class _Here(threading.local):
-    """What this thread holds until it has built a kernel's IR."""
+    """The lock that this thread holds until it has built a kernel's IR."""
 
     turn: threading.Lock | None = None
 
@@ -137,8 +137,8 @@ _here = _Here()
 
 @contextlib.contextmanager
 def alone_until_ir(turn: threading.Lock) -> Iterator[None]:
-    """Holds `turn` in the block until this thread has built a kernel's IR from Python, which needs the GIL; passes and
-    ptxas, which follow, do not. Where Triton has no function that builds it, `turn` is not held."""
+    """Holds `turn` in the block until this thread has built a kernel's IR from Python, which needs the GIL; the passes
+    and ptxas, which follow, do not. If Triton lacks the function that builds the IR, `turn` is not held."""
     if _end_turns_with_ir():
         turn.acquire()
         _here.turn = turn
@@ -156,7 +156,7 @@ def _end_turn() -> None:
 
 @functools.cache
 def _end_turns_with_ir() -> bool:
-    """Whether Triton ends a thread's turn where it has built a kernel's IR."""
+    """Makes Triton release a thread's `turn` when it has built a kernel's IR; returns whether that is possible."""
     from triton.compiler import code_generator
 
     usual = getattr(code_generator, "ast_to_ttir", None)
@@ -178,10 +178,10 @@ _hashing = threading.Lock()
 
 
 def settle_cache_key(function: Any) -> None:
-    """Have Triton know a function by the same key in every process, to find there what another has compiled.
+    """Makes Triton's cache key of a function the same in every process, so that processes share compiled kernels.
 
-    Up to 3.7 the key depends on whether what the function calls has been hashed before, and with that on which kernels
-    came first: so that is hashed first.
+    Up to Triton 3.7 the key depends on whether the functions that it calls have been hashed before, and therefore on
+    the order of the kernels. So the called functions are hashed first.
     """
     if getattr(function, "hash", "") is None:
         with _hashing:
@@ -190,8 +190,8 @@ def settle_cache_key(function: Any) -> None:
 
 @functools.cache
 def hash_compiler() -> None:
-    """Hashes Triton's files, as it does before it compiles; threads that compile side by side would each do so, and
-    wait for the GIL after each of hundreds of reads."""
+    """Hashes Triton's files, as Triton does before it compiles. Otherwise each of several compiling threads would do
+    so, and wait for the GIL after each of hundreds of reads."""
     from torch.utils import _triton
 
     with contextlib.suppress(Exception):
@@ -199,7 +199,7 @@ def hash_compiler() -> None:
 
 
 def _hash_called_first(function: Any, above: set[int]) -> None:
-    """above: the functions that call it, each by its id; one may call itself."""
+    """Hashes the functions that `function` calls, then `function`. above: ids of its callers, to stop at recursion."""
     if getattr(function, "hash", "") is not None or id(function) in above:
         return
     for instruction in dis.get_instructions(function.fn):
@@ -211,10 +211,11 @@ def _hash_called_first(function: Any, above: set[int]) -> None:
 
 @contextlib.contextmanager
 def launches_seen(see: LaunchSeen, unseen: Callable[[str], None]) -> Iterator[Callable[[], int]]:
-    """Have `see` called after each launch of this thread in the block, whoever makes it; gives their number so far.
+    """Calls `see` after each launch of this thread in the block, by any code; yields a function that returns the number
+    of launches so far.
 
-    `unseen` is called with the reason where this Triton launches in a way that is not known here: then, and wherever
-    the number has not risen, a launch was made that nobody was told of.
+    `unseen` is called with the reason if this Triton launches in an unknown way. In that case, or if the number has not
+    increased after a launch, `see` was not called for it.
     """
     import triton
 
@@ -251,8 +252,8 @@ def launches_seen(see: LaunchSeen, unseen: Callable[[str], None]) -> Iterator[Ca
 
 
 class KernelLaunch(NamedTuple):
-    """A compiled kernel and how it is launched: grid, threads and bytes of shared memory of a program, programs of a
-    cluster, whether all are on the GPU at once, whether it starts before the kernel in front of it has ended."""
+    """A compiled kernel and its launch configuration: grid, threads and bytes of shared memory per program, programs
+    per cluster, whether it is a cooperative launch, and whether it may start before the previous kernel has ended."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -264,9 +265,9 @@ class KernelLaunch(NamedTuple):
 
 
 def kernel_launch(compiled: Any, grid: tuple[int, ...]) -> KernelLaunch:
-    """How Triton launches a kernel.
+    """Returns how Triton launches a kernel.
 
-    Raises ValueError or AttributeError where it does more than launch it, or does so in a way that is not known here.
+    Raises ValueError or AttributeError if Triton does more than launch it, or launches it in an unknown way.
     """
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -284,8 +285,8 @@ def kernel_launch(compiled: Any, grid: tuple[int, ...]) -> KernelLaunch:
 
 
 def kernel_parameters(compiled: Any, args: Sequence[Any]) -> Iterator[Any]:
-    """What a kernel is given of its arguments: without constants, tuples taken apart. A tensor descriptor is
-    (base tensor, bytes of its tensor map), then its sizes and strides."""
+    """Yields the parameters that a kernel receives for its arguments: without constants, and with tuples flattened. A
+    tensor descriptor becomes (base tensor, bytes of its tensor map), followed by its sizes and strides."""
     kinds = [*compiled.src.signature.values()]
     if len(kinds) != len(args):
         raise ValueError("arguments that its signature does not name")
@@ -308,22 +309,22 @@ def _flat(kinds: Sequence[Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]
 
 
 def _encoded(descriptor: Any, metadata: Any) -> tuple[Any, ...]:
-    """A descriptor's tensor map, sizes and strides, as Triton gives them to a kernel."""
+    """Returns a descriptor's tensor map, sizes and strides, as Triton passes them to a kernel."""
     from triton.backends.nvidia import driver
 
     if metadata is None:
         raise ValueError("a tensor descriptor without a tensor map")
     encode: Any = driver.make_tensordesc_arg
-    # Since Triton 3.7 there is another one, which is not used.
+    # Since Triton 3.7 it has another parameter, which is not used.
     more = len(inspect.signature(encode).parameters) - 2
     tensor_map, *numbers = encode(descriptor, metadata, *[None] * more)
-    # The object ends with the map.
+    # The tensor map is at the end of the object.
     at = id(tensor_map) + type(tensor_map).__basicsize__ - _TENSOR_MAP
     return ctypes.string_at(at, _TENSOR_MAP), *numbers
 
 
 def headers() -> Path:
-    """The folder of the CUDA driver's headers that Triton brings."""
+    """Returns the folder of the CUDA driver's headers that Triton ships."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "include"

@@ -1,1 +1,1 @@
-"""explain(): one call, what would be rewritten in it and why not more, as text and as an HTML page."""
+"""explain(): the rewrites and near misses of one call, as text and as an HTML page."""

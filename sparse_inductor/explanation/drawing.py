@@ -1,6 +1,6 @@
-"""Graphs as SVG, in layers from inputs to results: boxes with two lines of text, curves between them.
+"""Draws graphs as SVG, in layers from inputs to results: boxes with two lines of text, and curves between them.
 
-Small on purpose: what is drawn are subgraphs of a few dozen boxes, because everything else is folded (`fold`).
+The layout is simple on purpose: drawings have a few dozen boxes, because all other nodes are folded (`fold`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from ..reporting.graphs import GraphNode
 
 CHARACTER = 7.0  # width of the title's characters at 12 px, in the widest of the fonts asked for
-SMALL = 6.1  # of the second line's at 10.5 px
+SMALL = 6.1  # width of the second line's characters at 10.5 px
 HEIGHT, GAP_X, GAP_Y, MARGIN = 38, 14, 26, 6
-LONGEST = 30  # characters of a line; the whole text is the box's tooltip
+LONGEST = 30  # characters of a line; the box's tooltip has the whole text
 SWEEPS = 8
 
 
@@ -36,9 +36,9 @@ class Box:
 def subgraph(
     nodes: Sequence[GraphNode], inside: Sequence[str], kind: str, most: int = 40
 ) -> list[Box]:
-    """Boxes of the nodes named in `inside`, of what they read, and of who reads them.
+    """Return boxes for the nodes named in `inside`, the nodes that they read, and their readers.
 
-    Of more than `most` nodes the middle ones are one box.
+    If there are more than `most` nodes, the middle ones share one box.
     """
     by_name = {n.name: n for n in nodes}
     members = [n for n in nodes if n.name in set(inside)]
@@ -72,10 +72,10 @@ def fold(
     group_of: Callable[[GraphNode], str],
     link: str,
 ) -> tuple[list[Box], list[tuple[str, list[GraphNode]]]]:
-    """A whole graph with everything folded that is not in `marked` (name -> kind), inputs left out.
+    """Lay out a whole graph without its inputs, folding all nodes that are not in `marked` (name -> kind).
 
-    Neighbours in the program's order of one group share a fold, so that the order keeps it free of cycles. Returns
-    the boxes, and for each fold its title and nodes; a fold's box links to `link` + its number.
+    Consecutive nodes of one group share a fold, so that folding creates no cycles. Returns the boxes, and for each fold
+    its title and nodes; a fold's box links to `link` + its number.
     """
     calls = [n for n in nodes if n.kind != "input"]
     runs: list[tuple[str, list[GraphNode]]] = []
@@ -105,7 +105,7 @@ def fold(
 
 
 def merge(boxes: list[Box], names: Sequence[str], tooltip: str) -> list[Box]:
-    """The boxes with some, neighbours in the order, as one."""
+    """Return the boxes with those in `names`, which are consecutive, merged into one."""
     inside = set(names)
     title = _operations(len(inside))
     found: list[Box] = []
@@ -143,7 +143,7 @@ def _operations(number: int) -> str:
 
 @dataclasses.dataclass
 class _Cell:
-    """A box, or a bend (no box) of an edge that passes a layer."""
+    """A box, or a bend (no box) of an edge that passes through a layer."""
 
     box: Box | None
     layer: int
@@ -154,7 +154,7 @@ class _Cell:
 
 
 def draw(boxes: Sequence[Box], label: str) -> str:
-    """The SVG element; `label` says to a screen reader what it is. Boxes come after their inputs."""
+    """Return the SVG element; `label` describes it for screen readers. Boxes have to come after their inputs."""
     layers, edges = _layers(boxes)
     _order(layers)
     _place(layers)
@@ -172,7 +172,7 @@ def draw(boxes: Sequence[Box], label: str) -> str:
 
 
 def _layers(boxes: Sequence[Box]) -> tuple[list[list[_Cell]], list[list[_Cell]]]:
-    """Cells by layer, and edges as the cells that they pass."""
+    """Return the cells of each layer, and the cells that each edge passes through."""
     layer: dict[str, int] = {}
     for box in boxes:
         layer[box.name] = max((layer[i] + 1 for i in box.inputs), default=0)
@@ -180,7 +180,7 @@ def _layers(boxes: Sequence[Box]) -> tuple[list[list[_Cell]], list[list[_Cell]]]
     for box in boxes:
         for name in box.inputs:
             readers.setdefault(name, []).append(layer[box.name])
-    for box in boxes:  # an input stands right above its first reader
+    for box in boxes:  # place an input right above its first reader
         if not box.inputs and box.name in readers:
             layer[box.name] = min(readers[box.name]) - 1
     cells = {b.name: _Cell(b, layer[b.name], _width(b)) for b in boxes}
@@ -212,7 +212,7 @@ def _short(text: str) -> str:
 
 
 def _order(layers: list[list[_Cell]]) -> None:
-    """Order each layer by the middle of its neighbours, which untangles most edges."""
+    """Order the cells of each layer by the mean position of their neighbours, which untangles most edges."""
     for layer in layers:
         _spread(layer)
     for sweep in range(SWEEPS):
@@ -228,7 +228,7 @@ def _middle(cells: list[_Cell], otherwise: float) -> float:
 
 
 def _spread(layer: list[_Cell]) -> None:
-    """Side by side, centred."""
+    """Place the cells side by side, centred."""
     total = sum(c.width for c in layer) + GAP_X * (len(layer) - 1)
     x = -total / 2
     for cell in layer:
@@ -237,12 +237,12 @@ def _spread(layer: list[_Cell]) -> None:
 
 
 def _place(layers: list[list[_Cell]]) -> None:
-    """Move cells towards their neighbours as far as those beside them allow."""
+    """Move cells towards their neighbours in other layers, as far as the cells beside them allow."""
     for sweep in range(SWEEPS):
         for layer in layers if sweep % 2 == 0 else reversed(layers):
             wanted = [_middle(c.above + c.below, c.x) for c in layer]
-            # Pushed to the right where they overlap, and pushed to the left: the mean of both keeps the distances
-            # and favours neither side.
+            # Resolve overlaps once by moving cells to the right and once to the left. The mean of both keeps the
+            # distances and favours neither side.
             right, left = list(wanted), list(wanted)
             for at in range(1, len(layer)):
                 apart = _apart(layer[at - 1], layer[at])

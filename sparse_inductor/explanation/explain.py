@@ -1,4 +1,4 @@
-"""explain(): what would be rewritten in one call of a function, and why not more."""
+"""explain(): the rewrites in one call of a function, and the reasons why there are not more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..slots import slot_value
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedGraph:
-    """A graph (or nested body) that torch.compile captured, before and after."""
+    """A graph (or nested body) that torch.compile captured, before and after the rewriting."""
 
     before: str
     """As Python code with shapes."""
@@ -48,7 +48,7 @@ class ExplainedGraph:
 
     @property
     def short_diff(self) -> str:
-        """The same with a line a node."""
+        """Unified diff with one line per node."""
         return _diff([*map(str, self.nodes_before)], [*map(str, self.nodes_after)])
 
 
@@ -75,7 +75,7 @@ class GraphBreak:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str()` is meant for a terminal."""
+    """The result of `explain`. `str()` is meant for a terminal."""
 
     report: Report
     """Rewrites and near misses of this call alone."""
@@ -91,7 +91,7 @@ class Explanation:
         return "\n".join(f"graph {at}\n{diff}" for at, diff in changed)
 
     def show(self) -> None:
-        """Print it: as tables where rich is installed and standard output is a terminal, else `str()`."""
+        """Print the explanation: as tables if rich is installed and standard output is a terminal, else as `str()`."""
         from ..reporting.console import print_diff, print_table, print_text, rich_console
 
         if rich_console() is None or not self.graphs:
@@ -134,7 +134,7 @@ class Explanation:
                 print_diff(graph.short_diff)
 
     def to_html(self, title: str = "explain") -> str:
-        """A page that needs nothing else: rewrites in your source, drawings, near misses, the graphs."""
+        """Return a self-contained HTML page: rewrites in your source, drawings, near misses, the graphs."""
         from .page import render
 
         return render(self, title)
@@ -155,23 +155,23 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
-    """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and show what happened.
+    """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and return an explanation of the rewrites.
 
-    The patterns are those of the enabled session, or all. Where a pattern names tensors that are mostly zeros,
-    the report's `densities` say how many there were in this call. Nothing is generated, cached or kept: the
-    graphs run unrewritten, on copies of the arguments and of the modules that the function uses (one that cannot be
-    copied has its buffers put back), under your grad mode, and the random state is restored. Code that torch.compile
-    holds already stays compiled.
+    The patterns are those of the enabled session, or all. For tensors that a pattern names as mostly zeros, the
+    report's `densities` give the number of nonzero elements in this call. No code is generated, cached or kept. The
+    graphs run unrewritten, on copies of the arguments and of the modules that the function uses (if a module cannot be
+    copied, its buffers are restored), under your grad mode, and the random state is restored. Code that torch.compile
+    already holds stays compiled.
 
-    `verify=True` runs the graphs rewritten, each rewrite beside the operations it replaces and a
-    reference in fp64 (see `enable`); the report's `checks` say how they compare. A function that
-    takes an argument of that name itself is wrapped first (`functools.partial`).
+    `verify=True` runs the rewritten graphs, each rewrite beside the operations that it replaces and an fp64 reference
+    (see `enable`); the report's `checks` give the comparisons. If the function itself takes an argument of that name,
+    wrap it first (`functools.partial`).
 
-    The policy is that of the enabled session, or the default. What it rewrites only where that pays for the data is
-    shown as written, with the share that was active in this call and the one below which it is rewritten
-    (`report.pending`); under `sparse_inductor.enabled(policy="always")` it is shown rewritten.
+    The policy is that of the enabled session, or the default. A block that the policy rewrites depending on the data is
+    shown as written, with its active share in this call and the share below which it is rewritten (`report.pending`);
+    under `sparse_inductor.enabled(policy="always")` it is shown rewritten.
 
-    Raises what `fn` raises.
+    Raises the errors of `fn`.
     """
     return explained(fn, args, kwargs, verify)
 
@@ -183,7 +183,7 @@ def explained(
     verify: bool = False,
     policy: Policy | None = None,
 ) -> Explanation:
-    """What `explain` does, with another policy than the session's."""
+    """Do the work of `explain`; `policy` overrides the policy of the session."""
     fn = compat.uncompiled(fn)
     patterns = session.current_patterns()
     choices = session.current_policy(policy)
@@ -222,24 +222,24 @@ def explained(
     for check in checked.checks:
         capture.report.add_check(check)
     if fresh:
-        compat.reset_dynamo()  # only this call was compiled: forget it
+        compat.reset_dynamo()  # drops only the code of this call
     return capture.explanation(capture_ms)
 
 
 class Capture:
-    """Gathers what one call of torch.compile captured, and what the patterns made of it."""
+    """Collects the graphs that one call of torch.compile captures, and the results of the patterns."""
 
     def __init__(self, patterns: list[Any], policy: Mapping[str, str] | None = None) -> None:
         self.report = Report()
         self.graphs: list[ExplainedGraph] = []
         self.watched: tuple[tuple[Site, Sparse], ...] = ()
-        """What the last graph leaves as written until it is counted."""
+        """The blocks of the last graph that run as written until they are counted."""
         self._breaks: list[GraphBreak] = []
         self._pass = RewritePass(patterns, self.report, trace=True, policy=policy)
 
     @contextlib.contextmanager
     def of(self, gm: fx.GraphModule) -> Iterator[None]:
-        """Inductor's passes on Dynamo's graph `gm` run with the patterns, and are seen, within the block."""
+        """Within the block, run the patterns with Inductor's passes on Dynamo's graph `gm`, and record the results."""
         end = compat.graph_end(gm)
         if end is not None and end.broke:
             where = source_at(*end.stack[-1]) if end.stack else None
@@ -250,15 +250,15 @@ class Capture:
             yield
 
     def left_alone(self, reasons: Mapping[str, int]) -> None:
-        """Dynamo compiled nothing of the frame, and no graph says where; what followed from the first reason is left
-        out."""
+        """Record the first reason why Dynamo compiled nothing of the frame; later reasons are its consequences. The
+        location is unknown, because there is no graph."""
         self._breaks += [GraphBreak("?", reason) for reason in [*reasons][:1]]
 
     def explanation(self, capture_ms: float = 0.0) -> Explanation:
         return Explanation(self.report, tuple(self.graphs), tuple(self._breaks), capture_ms)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """The pass: a graph's text is kept from before and after the rewriting."""
+        """Run the pass, and record the graph before and after the rewriting."""
         before, nodes = compat.graph_text(graph), describe(graph)
         outcome = self._pass.run(graph)
         self.watched = outcome.watched
@@ -270,7 +270,7 @@ class Capture:
 
 
 class _Counting:
-    """A captured graph, run as it was written; the zeros that its rewrites live on are counted on the way."""
+    """A captured graph that runs as written and counts the active elements of the tensors that rewrites depend on."""
 
     def __init__(self, gm: fx.GraphModule, capture: Capture) -> None:
         self._gm, self._report = gm, capture.report
@@ -295,7 +295,7 @@ class _Counting:
         return _Interpreter(self._gm, self._count).run(*given, enable_io_processing=False)
 
     def aside(self, given: tuple[Any, ...]) -> None:
-        """Count without a trace: neither inputs nor the random state change."""
+        """Count without side effects: neither the inputs nor the random state change."""
         if self._wanted:
             copies = pytree.tree_map_only(torch.Tensor, compat.lazy_clone, given)
             with torch.no_grad(), random_state_kept(given):
@@ -315,7 +315,7 @@ class _Counting:
 
 
 class _Interpreter(fx.Interpreter):
-    """Shows every node's value to `see`."""
+    """Passes every node's value to `see`."""
 
     def __init__(self, gm: fx.GraphModule, see: Callable[[fx.Node, Any], None]) -> None:
         super().__init__(gm)
@@ -331,7 +331,7 @@ class _Interpreter(fx.Interpreter):
 def _isolated(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: contextlib.ExitStack
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """`fn` and its arguments such that running them changes nothing of the caller's."""
+    """Return `fn` and its arguments in a form that can run without changing any state of the caller."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _clone, (args, kwargs))
 
     def duplicate(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -346,8 +346,8 @@ def _isolated(
 
 
 def _copy_lazily(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Enter the module's tensors in a memo of `deepcopy` as copies that share their memory until they are written to:
-    a large model is not doubled."""
+    """Add copies of the module's tensors to a memo of `deepcopy`. They share memory with the originals until they are
+    written to, so that a large model is not duplicated."""
     for tensor in [*module.parameters(), *module.buffers()]:
         plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.is_leaf
         if not plain or id(tensor) in memo:
@@ -367,7 +367,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """The module's buffers hold after the block what they held before."""
+    """Restore the contents of the module's buffers after the block."""
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -379,7 +379,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_kept(*trees: Any) -> Iterator[None]:
-    """The random state of the CPU and of the devices of all tensors in `trees` is put back after the block."""
+    """Restore the random state of the CPU and of the devices of all tensors in `trees` after the block."""
     tensors = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)):

@@ -1,4 +1,4 @@
-"""An explanation as one HTML page that loads nothing: styles, drawings and the user's source are in it."""
+"""An explanation as one self-contained HTML page with its styles, drawings and the user's source."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 AROUND = 2  # lines of source before and after a marked one
-APART = 8  # unmarked lines in a row that are left out
-WHOLE = 40  # operations of a graph that is drawn without folding
-DEPTH = 6  # parts of a module's path that are looked at: "model.bert.encoder.layer.0.attention"
-FOLDS = 80  # boxes of a folded graph; above, modules are taken together
+APART = 8  # larger gaps between marked lines are left out
+WHOLE = 40  # graphs with at most this many operations are drawn without folding
+DEPTH = 6  # components of a module's path to group by: "model.bert.encoder.layer.0.attention"
+FOLDS = 80  # boxes of a folded graph; if there are more, modules are combined
 
 
 def render(explanation: Explanation, title: str) -> str:
-    """The page as text."""
+    """Return the page as text."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -61,7 +61,7 @@ def render(explanation: Explanation, title: str) -> str:
 
 
 def _rewrites(explanation: Explanation) -> Iterator[dict[str, Any]]:
-    """What a rewrite's card shows; the same rewrite of the same line is one card."""
+    """Yield the contents of each rewrite's card; identical rewrites of the same line share one card."""
     cards: dict[Rewrite, dict[str, Any]] = {}
     for graph in explanation.graphs:
         for applied in graph.applied:
@@ -118,7 +118,7 @@ def _miss_excerpts(miss: NearMiss, explanation: Explanation) -> list[tuple[str, 
 
 
 def _excerpts(sources: Iterable[Source], mark: str, note: str = "") -> list[tuple[str, list[Line]]]:
-    """(path, lines) of each file with the lines of `sources` marked; `note` stands below the last marked one."""
+    """Return (path, lines) of each file with the lines of `sources` marked; `note` belongs to the last marked line."""
     marked: dict[str, set[int]] = {}
     for source in sources:
         number = source.location.rpartition(":")[2]

@@ -1,8 +1,9 @@
 """Break-even points: at which sizes and densities each operator is faster than the operations that it replaces.
 
-A row is a measurement with its date; the first that fits decides. What no row fits was not measured and is left as
-written: on a GPU other than those named only what avoids writing large intermediate tensors is put in, where portable
-kernels gained on an H100 with a margin. Sizes that are symbols are judged by their hints, which adds no guard.
+A row is a measurement with its date; the first row that fits decides. Blocks that no row fits were not measured and run
+as written. On a GPU without rows for its architecture, only rewrites that avoid writing large intermediate tensors are
+applied, at sizes where the portable kernels gained clearly on an H100. Symbolic sizes are judged by their hints, which
+adds no guard.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Row:
     """One measurement.
 
     where: "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active elements below which the operator
-    is faster; 1 where it is whatever the data, 0 where it never is. least: the sizes from which on the row holds, most:
-    up to which. apart: `below` where popular neurons are taken apart, 0 where none are.
+    is faster; 1 if it is faster for all data, 0 if it never is. least, most: inclusive bounds of the sizes for which
+    the row holds. apart: `below` with popular neurons computed separately; 0 if the operator does not do so.
     """
 
     operator: str
@@ -42,11 +43,13 @@ class Row:
 
 
 _MILLION = 1_000_000
-# What popular neurons of a feed-forward block cost on an H100 and an H200, 2026-11-30, over a gathered weight: each for
-# a row; what is launched for them, in gathered weights; a look at a row's gates, in gathered weights a neuron. A
-# training step gathers four times as much, and looks once.
+# Costs of popular neurons of a feed-forward block on an H100 and an H200, 2026-11-30. _POPULAR: one popular neuron for
+# one row, relative to gathering it. _LAUNCHES: the additional launches, in gathered weight elements. _LOOK: reading the
+# gates of a row, in gathered weight elements per neuron. A training step gathers four times as much, and reads the
+# gates once.
 _POPULAR, _LAUNCHES, _LOOK = 0.015, 130 * _MILLION, 2.5
-# Weights that all rows would gather, times rows, from which on a GPU takes longer than the host that launches it.
+# Rows x weight elements x branches from which on the kernels take longer than the host needs to launch them, in
+# inference and in training.
 _LEAST, _LEAST_TRAINED = 90_000 * _MILLION, 130_000 * _MILLION
 _FLAGS = frozenset(
     ("training", "constant", "shared", "weighed", "rectified", "bag", "sorts", "changing")
@@ -94,8 +97,8 @@ TABLE: Sequence[Row] = (
         "2026-11-26", least={"scores": 131_072},
     ),
     Row("entmax_attention", "cpu", 0, "few scores: 0.24x to 0.51x on an AMD EPYC", "2026-11-26"),
-    # Entmax of rows. elements: of the scores; columns: of a row; sorts: whether the program sorts them; training:
-    # whether they have a gradient.
+    # Entmax of rows. elements: of the scores; columns: of a row; sorts: whether the program sorts the scores; training:
+    # whether the scores require a gradient.
     Row("entmax", "sm90", 1, "faster than sorting or bisection on an H100", "2026-11-25"),
     Row(
         "entmax", "cuda", 1, "sorting or bisection passes over the scores many times",
@@ -114,9 +117,9 @@ TABLE: Sequence[Row] = (
         "2026-11-27", least={"elements": 262_144},
     ),
     Row("entmax", "cpu", 0, "few elements: 0.28x on an AMD EPYC", "2026-11-26"),
-    # Sparse scores. products: queries x documents x terms; entries: documents x terms; best: how many are wanted.
-    # constant: the documents stay the same from call to call, and an index is faster than what compile makes and than
-    # the operator, with a checksum of the documents at each call.
+    # Sparse scores. products: queries x documents x terms; entries: documents x terms; best: the k of the top-k.
+    # constant: the documents stay the same from call to call. There an index can be faster than the compiled program
+    # and than the operator, although it computes a checksum of the documents at each call.
     Row(
         "sparse_scores", "sm90", 1, "an index of 100,000 documents: 2.0x to 2.5x for 8 queries, 5.1x to 7.4x for 32; of"
         " 1,000,000 4.4x for 8 on an H100", "2026-11-26",
@@ -155,8 +158,8 @@ TABLE: Sequence[Row] = (
     Row(
         "sparse_scores", "cpu", 0, "few products: 0.13x to 1.1x on an AMD EPYC", "2026-11-26",
     ),
-    # Feed-forward blocks. weight: elements of the down projection; shared: whether both factors are of one product;
-    # weighed: whether the activations, each times a number of its neuron, are added up, too.
+    # Feed-forward blocks. weight: elements of the down projection; shared: whether one matrix product computes both
+    # factors; weighed: whether the program also computes a sum of the activations, weighted by neuron.
     Row(
         "relu_ffn", "sm90", 0, "both factors of one product: 1.0x at 0.3 % active on an H100",
         "2026-11-27", least={"shared": 1},
@@ -249,8 +252,8 @@ TABLE: Sequence[Row] = (
     Row(
         "relu_ffn", "cpu", 0, "0.7x to 1.2x on an AMD EPYC, whatever is active", "2026-11-26",
     ),
-    # TopK autoencoders. ratio: neurons for each entry of a row; width: of the input, or of the decoder's result;
-    # changing: whether k is a symbol.
+    # TopK autoencoders. ratio: neurons / k; width: of the input, or of the decoder's result; changing: whether k is
+    # symbolic.
     *(
         row
         for operator in ("topk_encode", "sparse_decode")
@@ -273,7 +276,7 @@ TABLE: Sequence[Row] = (
             ),
         )
     ),
-    # Autoencoders whose activations are kept. rectified: whether a ReLU alone makes them.
+    # Autoencoders that keep their activations. rectified: whether a ReLU alone computes the activations.
     Row(
         "sparse_product", "sm90", 0.004, "training behind a ReLU: 1.5x at 0.3 % active on an H200", "2026-11-29",
         least={"tokens": 4096, "neurons": 16_384, "width": 2304, "training": 1, "rectified": 1}, most={"bits": 16},
@@ -293,7 +296,7 @@ TABLE: Sequence[Row] = (
         "sparse_decode", "cpu", 1, "fp32: 1.2x to 1.9x with the encoder on an AMD EPYC", "2026-11-26",
         least={"tokens": 256, "neurons": 4096, "width": 512, "ratio": 128, "bits": 32},
     ),
-    # The same as a sum over gathered rows. entries: of all rows; bag: written as embedding_bag.
+    # TopK decoders written as a sum over gathered rows. entries: of all rows; bag: whether it is an embedding_bag.
     Row(
         "gathered_decode", "cpu", 1, "gathered rows that are not written: 2x to 5x in inference in fp32", "2026-11-26",
         least={"entries": 2048, "width": 256, "bits": 32}, most={"training": 0, "bag": 0},
@@ -305,7 +308,7 @@ TABLE: Sequence[Row] = (
 
 
 def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
-    """When an operator is faster at these sizes."""
+    """Look up when an operator is faster at these sizes."""
     where = _places(device)
     for row in TABLE:
         if row.operator == operator and row.where in where and row.fits(sizes):
@@ -315,7 +318,8 @@ def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
 
 
 def _apart(row: Row, sizes: dict[str, int]) -> Apart | None:
-    """What popular neurons cost a feed-forward block; None where the host would be what is waited for."""
+    """Return the cost of popular neurons in a feed-forward block; None if the host's launches would take longer than
+    the kernels."""
     gathered = sizes["tokens"] * sizes["weight"] * sizes["branches"]
     if gathered < (_LEAST_TRAINED if sizes["training"] else _LEAST):
         return None
@@ -324,7 +328,7 @@ def _apart(row: Row, sizes: dict[str, int]) -> Apart | None:
 
 
 def _places(device: torch.device) -> tuple[str, ...]:
-    """The names that rows may have a device under, the most special first."""
+    """Return the values of `Row.where` that include a device, the most specific first."""
     if device.type != "cuda":
         return (device.type,)
     try:

@@ -1,7 +1,7 @@
-"""Counts the active elements of what a compiled graph computes, in a sample of rows, at the calls that are due.
+"""Counts the active elements of tensors in a compiled graph, in a sample of rows, at the calls that are due.
 
-At all others the operator returns at once: nothing is launched, and Inductor has no kernel to compile for it. The code
-that Inductor generates calls it past the dispatcher, which would take ten times as long.
+At all other calls the operator returns at once: it launches nothing, and Inductor has no kernel to compile for it. The
+code that Inductor generates bypasses the dispatcher, which would take ten times as long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import compat
 
 ROWS = 128
-"""Rows of a call that are counted; twice as many where each element of a row is counted for itself."""
+"""Rows of a call that are counted; twice as many where each element of a row has its own counter."""
 
 
 class _Call(threading.local):
@@ -23,17 +23,17 @@ class _Call(threading.local):
 
 
 call = _Call()
-"""Whether the blocks of the graph whose guard was asked last in this thread, which it runs next, are counted."""
+"""`due`: whether the graph that this thread runs next counts its blocks. The graph's guard sets it."""
 
 
 def counts(
     x: Tensor, dim: int, positive: bool, apart: bool, most: int | None = None
 ) -> tuple[Tensor, int]:
-    """The number of active elements of x, and of how many each is the number.
+    """Return the numbers of active elements of x, and how many elements each of them covers.
 
-    Rows lie along `dim`; with `positive` elements below 0 are not active. apart: a number for each element of a row, of
-    every other row and of those between them: [2 * N]; else one of all elements: [1]. most: of so many rows, evenly
-    spaced.
+    A row extends along `dim`. An element is active if it is not 0, with `positive` if it is above 0. apart: one number
+    for each of the N elements of a row, first over the even and then over the odd rows: [2 * N]; otherwise one number
+    for all elements: [1]. most: count in at most this many rows, evenly spaced.
     """
     rows = x.movedim(dim, -1).flatten(0, -2) if x.dim() > 1 else x.view(1, -1)
     rows = rows[:: max(1, len(rows) // most)][:most] if most else rows
@@ -47,8 +47,8 @@ def counts(
 
 
 def count(x: Tensor, counters: Tensor, first: int, number: int, dim: int, positive: bool) -> None:
-    """Add what `counts` says of x to counters[:, first : first + number], if that is due."""
-    # What a CUDA graph records is counted whenever that runs.
+    """Add the result of `counts` for x to counters[:, first : first + number], if this call is due."""
+    # Operations that are recorded into a CUDA graph count at every replay.
     if not call.due and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     apart = number > 1
@@ -61,17 +61,17 @@ def count(x: Tensor, counters: Tensor, first: int, number: int, dim: int, positi
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _lib.define(
     "count_active(Tensor x, Tensor(a!) counters, int first, int number, int dim, bool positive) -> ()",
-    # Of any strides: Inductor would copy x for those that the graph was traced with.
+    # Accepts any strides: otherwise Inductor would copy x to the strides that the graph was traced with.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 _lib.impl("count_active", count, "CompositeExplicitAutograd")
-# Not by register_fake, which asks for the source of its caller: a stat of every module of the process.
+# Not by register_fake, which looks up the source of its caller and so calls stat for every module of the process.
 _lib.impl("count_active", lambda *_: None, "Meta")
 operator = torch.ops.sparse_inductor.count_active.default
 
 
 @functools.cache
 def install() -> None:
-    """Have Inductor generate calls of `count` from now on."""
+    """Make Inductor generate direct calls of `count` from now on."""
     made = f"from {__name__} import count", "sparse_inductor_count", "count"
     compat.call_extern_kernels("torch.ops.sparse_inductor.count_active.default", lambda node: made)

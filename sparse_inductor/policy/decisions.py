@@ -1,4 +1,4 @@
-"""Decides by policy which matches of one graph are rewritten now, and has the graph count for the others."""
+"""Decides by policy which matches of one graph are rewritten now, and adds counters to the graph for the others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _Candidate(Protocol):
 
 
 class Decisions:
-    """What is decided about one graph.
+    """The decisions about one graph.
 
-    `pending` and `profile` are what the report is told of it. dry: nothing is put into the graph to count
-    (`explain`, which looks at the values itself); `watched` is then what would be.
+    The report shows `pending` and `profile`. dry: add no counters to the graph (for `explain`, which reads the values
+    itself); `watched` then lists the blocks that would have been counted.
     """
 
     def __init__(self, policy: Mapping[str, str], dry: bool = False) -> None:
@@ -44,7 +44,7 @@ class Decisions:
 
     @property
     def as_written(self) -> frozenset[str]:
-        """Names of the patterns of which a match is left as it is."""
+        """Names of the patterns with a match that runs as written."""
         return frozenset({p.pattern for p in self.pending} | {s.pattern for s, _ in self.watched})
 
     @property
@@ -52,7 +52,7 @@ class Decisions:
         return None if self._kept is None else self._kept.profile
 
     def take(self, candidates: Sequence[_Candidate], view: Any) -> list[bool]:
-        """Whether each is rewritten now. Those that depend on what runs are so if their profile says that they gain."""
+        """Decide for each candidate whether it is rewritten now; its profile decides if its worth depends on data."""
         now = [False] * len(candidates)
         sites: list[tuple[int, Site, Sparse]] = []
         where = _countable(view.graph) if "auto" in self._policy.values() else ""
@@ -104,7 +104,7 @@ class Decisions:
             return Worth(0.0, f"its size cannot be told ({type(error).__name__}: {error})")
 
     def watch(self, graph: fx.Graph) -> None:
-        """Have the graph count where blocks run as written, and its code ask the profile; both are optional."""
+        """Add counters for blocks that run as written, and a guard that asks the profile. Failures are only logged."""
         if self._kept is None:
             return
         before = Snapshot(graph)
@@ -117,7 +117,7 @@ class Decisions:
 
 
 def _countable(graph: fx.Graph) -> str:
-    """Where nothing can be counted; empty text where it can."""
+    """Return a phrase that says where nothing can be counted; empty if this graph can count."""
     if compat.current_code() is None:
         return "in what is exported or compiled without Dynamo"
     if compat.graph_end(graph.owning_module) is None:  # a body runs again in the backward
@@ -126,7 +126,7 @@ def _countable(graph: fx.Graph) -> str:
 
 
 def _inputs(graph: fx.Graph) -> tuple[Hashable, ...]:
-    """What tells the versions of one frame apart that Dynamo keeps for several kinds of arguments."""
+    """Return a key that distinguishes the cache entries of one frame that Dynamo compiles for different arguments."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return modes + tuple(
         (t.dtype, t.requires_grad, tuple(map(static_size, t.shape)))

@@ -1,6 +1,6 @@
-"""Popular neurons: those that an operator takes for all rows, because most rows that it would gather for have them.
+"""Popular neurons: neurons active in most rows, which an operator computes for all rows instead of gathering them.
 
-What a block costs is told as a share: so many elements, all alike and gathered, would take as long.
+The cost of a block is a share: the share of elements that, gathered one by one, would take equally long.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from typing import NamedTuple
 
 import torch
 
-# Neurons up to which the most active ones are told apart: one program counts through all of them.
+# The largest number of neurons among which popular ones are found: a single program loops over all of them.
 _MOST_COUNTED = 1 << 15
 # Elements of 16 bits in the largest load.
 ALIGNED = 8
 STEP = 128
-"""Popular neurons are a multiple of this: a tile of a matrix product."""
+"""The number of popular neurons is a multiple of this, the size of a tile of a matrix product."""
 
 
 class Apart(NamedTuple):
-    """When an operator is faster with popular neurons, and what they cost, as shares.
+    """When an operator with popular neurons is faster, and what these neurons cost, as shares.
 
-    below: the cost below which it is. each: a neuron for every row, over a gathered element. once: that there are any.
+    below: the cost below which the operator is faster. each: the cost of one popular neuron, computed for every row,
+    relative to gathering it for every row. once: the fixed cost of having any popular neurons.
     """
 
     below: float
@@ -29,16 +30,17 @@ class Apart(NamedTuple):
 
 
 def may_take_popular(dtype: torch.dtype, neurons: int, inputs: int, stats: bool) -> bool:
-    """Whether a Hopper GPU takes popular neurons of such a block by products over all tokens."""
+    """Whether a Hopper GPU can compute popular neurons of such a block by matrix products over all tokens."""
     multiples = not (neurons % ALIGNED or inputs % ALIGNED)
     return dtype.itemsize == 2 and multiples and not stats and neurons <= _MOST_COUNTED
 
 
 def cheapest(active: torch.Tensor, rows: int, apart: Apart) -> torch.Tensor:
-    """The popular neurons with which the block costs least; none where that is the most of them.
+    """Return the popular neurons with which the block costs least; none if N is below 2 * STEP.
 
-    active: [2, N], of two samples of so many rows, in how many each neuron was active. The first sample says which
-    neurons are popular, the second what is left: in one sample the most active ones seem more so than they are.
+    active: [2, N], for two samples of `rows` rows each, the number of rows in which each neuron was active. The first
+    sample ranks the neurons, the second estimates the cost: in the ranking sample, the most active neurons appear more
+    active than they are.
     """
     first, second = (active.double() / rows).unbind()
     order = first.argsort(descending=True)
@@ -50,9 +52,9 @@ def cheapest(active: torch.Tensor, rows: int, apart: Apart) -> torch.Tensor:
 
 
 def cost(active: torch.Tensor, rows: int, apart: Apart | None, popular: torch.Tensor) -> float:
-    """What the block costs with these popular neurons; without any the share that is active.
+    """Return the block's cost with these popular neurons; without any, the active share.
 
-    active: [N], of a sample of so many rows that says nothing of who is popular.
+    active: [N], counted in a sample of `rows` rows that did not rank the neurons.
     """
     frequencies = active.double() / rows
     gathered = float(frequencies.sum() - frequencies[popular].sum())

@@ -1,17 +1,16 @@
-"""Profiles: what the blocks of one compiled graph were seen to compute, and which of them are rewritten for it.
+"""Profiles: the measured densities of the blocks of one compiled graph, which determine the blocks to rewrite.
 
-A watched block runs as written. An operator beside it adds the active elements of a sample of rows to the block's
-counters, at some calls (`counting`). A guard of the compiled code asks the profile at each call whether the code is
-still the one to run (`Profile.accepts`), which is where the counters are read, at the calls in `LOOKS` and at every
-`RECHECK`-th. Where that changes what is rewritten, the guard fails at the next call, Dynamo compiles the frame anew,
-and the pass finds the profile again. Code compiled before is kept by Dynamo and used again without compiling when its
-guard holds again.
+A watched block runs as written. An added operator counts the active elements of a sample of rows into the block's
+counters, at some calls (`counting`). At each call, a guard of the compiled code asks the profile whether this version
+of the code is still the right one (`Profile.accepts`). The guard also reads the counters, at the calls in `LOOKS` and
+at every `RECHECK`-th call. If a decision changes, the guard fails at the next call, Dynamo recompiles the frame, and
+the pass finds the profile again. Dynamo keeps the earlier cache entry and reuses it when its guard holds again.
 
-A rewritten block is not counted; every `RECHECK` calls the code as written runs twice instead.
+A rewritten block is not counted. Instead, the code as written runs for two calls after every `RECHECK` calls.
 
-Nothing changes where the program says that it must not be compiled anew (`set_stance`, `error_on_recompile`), or where
-Dynamo holds half as many versions of the frame as it keeps. The program's own shapes may have them all: what is
-compiled because of a profile does not count.
+Decisions do not change where the program forbids recompilation (`set_stance`, `error_on_recompile`), or where Dynamo
+already holds half of the cache entries that `recompile_limit` allows for the frame. Cache entries compiled because of a
+profile do not count towards that limit, so the program's own shapes can use all of it.
 """
 
 from __future__ import annotations
@@ -39,19 +38,20 @@ from .popular import Apart, cheapest, cost
 LOOKS = (4, 32, 256)
 RECHECK = 1024
 COUNTED = 8
-"""Calls that are counted before a look, evenly spaced."""
+"""Calls, evenly spaced, that are counted before the counters are read."""
 MARGIN = 1.25
-"""A rewritten block goes back where this many times the break-even share is active."""
+"""A rewritten block runs as written again when its cost reaches this many times the break-even share."""
 MOST_CHANGES = 4
-"""A block that has changed its mind this often stays as written."""
+"""A block stays as written once its decision has changed this often."""
 
 
 @dataclasses.dataclass(eq=False)
 class Site:
-    """One watched block: where it is, when its operator is faster, what was counted last.
+    """One watched block: its location, its break-even share, and the last counts.
 
-    apart: where popular elements of a row may be taken for all rows, each of which is counted then, in either half of
-    the sample. share: of the elements that were active; cost: the share that would take as long without `popular` ones.
+    apart: the costs of popular elements, if the operator can compute some for all rows; each element of a row is then
+    counted separately, in two halves of the sample. share: the active share of the elements. cost: the active share
+    that would take equally long without `popular` elements.
     """
 
     pattern: str
@@ -69,12 +69,12 @@ class Site:
 
     @property
     def counters(self) -> int:
-        """How many elements, or groups of them, are counted each for itself."""
+        """The number of counters: 1 for all elements together, or two for each element of a row."""
         return 1 if self.apart is None or not self.row else 2 * self.row
 
     @property
     def version(self) -> int | None:
-        """What runs: None as written, or how many are taken as popular."""
+        """The version to run: None for as written, else the number of popular elements of the operator."""
         return (0 if self.popular is None else len(self.popular)) if self.rewritten else None
 
     @property
@@ -83,7 +83,7 @@ class Site:
         return self.below if self.apart is None or self.popular is None else self.apart.below
 
     def decide(self, active: torch.Tensor, total: int) -> None:
-        """Take note of the numbers of active elements, [counters], of `total` each; `version` is what follows."""
+        """Update the decision. active: [counters], the numbers of active elements, each out of `total`."""
         if not total or not len(active):  # nothing ran
             return
         self.share = self.cost = int(active.sum()) / (total * len(active))
@@ -95,9 +95,9 @@ class Site:
         self.rewritten = wanted
 
     def _take_apart(self, active: torch.Tensor, rows: int, apart: Apart) -> None:
-        """Decide whether popular elements are, and at what cost; active: [2, N], of so many rows each."""
+        """Choose the popular elements and update the cost. active: [2, N], each counted in `rows` rows."""
         popular = self.popular
-        # Of a rewritten block few calls were counted: too few rows to tell anew who is popular.
+        # For a rewritten block only two calls were counted, too few rows to choose the popular elements again.
         if not self.rewritten:
             popular, self.popular = cheapest(active, rows, apart), None
         if popular is not None:
@@ -106,7 +106,7 @@ class Site:
                 self.cost, self.popular = found, popular
 
     def finding(self, looked: str) -> Pending:
-        """What the report says of the block while it runs as written; `looked`: when the count was read."""
+        """Return the report's entry for the block while it runs as written; `looked`: when the counters were read."""
         return Pending(
             self.pattern, self.location, self.share, self.limit, self._why(looked), self.source
         )
@@ -127,18 +127,18 @@ class Site:
 
 
 Version = tuple[int | None, ...]
-"""Of each watched block: None as written, or rewritten with so many popular neurons."""
+"""For each watched block, None if it runs as written, else the number of popular neurons of its operator."""
 
 
 class Profile:
-    """The watched blocks of one graph. `version` is that of the code to run."""
+    """The watched blocks of one graph. `version` is the version of the code to run."""
 
     def __init__(
         self, sites: Sequence[Site], device: torch.device, code: types.CodeType | None = None
     ) -> None:
         self.sites = tuple(sites)
         with torch.inference_mode(False):
-            # Active elements, and of how many, of all blocks: each tensor that a graph is given costs the host.
+            # [active elements or total elements, counter], one tensor for all blocks: each graph input costs host time.
             number = sum(site.counters for site in self.sites)
             self.counters = torch.zeros(2, number, dtype=torch.int64, device=device)
         self._code = code
@@ -154,14 +154,14 @@ class Profile:
         self._plan()
 
     def begins(self) -> None:
-        """Take note of the call that code of the current version is compiled for."""
+        """Record the call for which code of the current version is compiled."""
         with self._lock:
             self._compiled.add(self.version)
             self._stay(compat.checkpoint_under_way())
             counting.call.due = self.calls % self._every == 0
 
     def has_others(self) -> bool:
-        """Whether code was compiled, none of it of the current version, which is then one more than the program has."""
+        """Whether all code compiled so far has other versions, so that the current one is an additional cache entry."""
         return bool(self._compiled) and self.version not in self._compiled
 
     def _stay(self, checkpoint: Any) -> None:
@@ -169,12 +169,12 @@ class Profile:
             self._within[checkpoint] = self.version
 
     def accepts(self, version: Version) -> bool:
-        """Whether code of this version is the one to run now: what its guard asks.
+        """Whether code of this version is to run now; called by its guard.
 
-        A call that is due for a look reads what the calls before it counted. Where blocks are rewritten, the next two
-        run as written, and the second reads what the first counted. What is decided holds from the next call on: Dynamo
-        asks the versions that it has one after the other, in an order of its own. A checkpoint runs one version, in its
-        forward and when it computes that again: their saved tensors have to be the same.
+        At the calls in `LOOKS` and every `RECHECK` calls, read the counts of the previous calls. If blocks are
+        rewritten, the next two calls run as written, and the second reads the counts of the first. A decision takes
+        effect at the next call, because Dynamo evaluates the guards of its cache entries in an unspecified order. A
+        checkpoint uses one version in its forward and its recomputation, which have to save the same tensors.
         """
         with self._lock:
             checkpoint = compat.checkpoint_under_way()
@@ -205,14 +205,14 @@ class Profile:
         return version in self._compiled or compat.may_recompile(self._code)
 
     def _plan(self) -> None:
-        """Say when the next look is due, and which calls are counted until then."""
+        """Determine the call at which the counters are read next, and which calls are counted until then."""
         looks = (call for call in LOOKS if call > self.calls)
         self._next = next(looks, (self.calls // RECHECK + 1) * RECHECK)
-        # Odd, for what programs do in turn is often even.
+        # An odd interval, because programs often alternate with an even period.
         self._every = (self._next - self.calls) // COUNTED | 1
 
     def _look(self) -> None:
-        """Read the counters, which waits for the device, and decide."""
+        """Read the counters, which synchronises with the device, and decide."""
         if self.counters.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         with compat.outside_modes():
@@ -233,7 +233,10 @@ class Profile:
 
 
 class Kept:
-    """A profile as long as code asks it: what Dynamo forgets begins anew when it is compiled again."""
+    """Keeps a profile alive while compiled code refers to it.
+
+    If Dynamo drops that code, a later compilation starts with empty counters.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -245,15 +248,15 @@ class Kept:
 _numbers = itertools.count()
 _kept: weakref.WeakValueDictionary[Hashable, Kept] = weakref.WeakValueDictionary()
 counters: dict[str, torch.Tensor] = {}
-"""What graphs count into, by the name that their guards know it under."""
+"""The counters of each profile, by the name that the guards of its graphs use."""
 BUFFER = "sparse_inductor_counters"
-"""Their name in a graph: the same in every process, so that Inductor's caches find the graph again."""
+"""The name of the counters in a graph: the same in every process, so that Inductor's caches recognise the graph."""
 
 
 def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) -> Kept:
-    """The profile of these blocks in the code that Dynamo compiles: the one that it has asked before, if it has.
+    """Return the profile of these blocks in the code that Dynamo compiles: the existing profile, if it is still kept.
 
-    inputs: what tells this version of the code from others that are kept for other arguments.
+    inputs: a key that distinguishes this code from cache entries for other arguments.
     """
     code, frame = compat.current_code(), compat.current_frame()
     blocks = tuple((s.pattern, s.location, s.row, s.counters) for s in sites)
@@ -265,7 +268,7 @@ def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) ->
 
 
 def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -> None:
-    """Have the graph count for each of these sites, and its code ask the profile before it runs.
+    """Add counters for these sites to the graph, and a guard that asks the profile before the code runs.
 
     Must be called while Dynamo compiles the graph's frame.
     """
@@ -275,7 +278,7 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
 
     def holds() -> bool:
         nonlocal compiled
-        # Dynamo asks several times about the call that it compiles the code for, to see how long that takes.
+        # While it compiles, Dynamo evaluates the new guards several times to measure how long they take.
         compiled = compiled or compat.current_compile() is None
         if compiled:
             return kept.profile.accepts(version)
@@ -299,7 +302,7 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
             t = e.call(operator.getitem, t, sparse.result)
         reader = sparse.reader
         if reader is not None and fake(reader).dtype.itemsize < fake(t).dtype.itemsize:
-            # What is counted is written: let it be what autocast makes of it, which the product reads.
+            # Counting writes the tensor to memory. Cast it first, as autocast does for the product that reads it.
             cast = e.cast(t, fake(reader).dtype)
             reader.replace_input_with(t, cast)
             t = cast

@@ -1,8 +1,8 @@
-"""Policy: which recognised blocks are rewritten at once, and which run as written until it is known that they gain.
+"""Policy: which recognised blocks are rewritten at once, and which run as written until measurements show a gain.
 
-A pattern says by `worth(match, view)` when its operator is faster than what it replaces (`Worth`); a pattern without
-that method is faster whatever the tensors hold. Under "auto" a match whose worth depends on how many elements are
-active is left as written and watched (`sparse_inductor.policy.profile`).
+The method `worth(match, view)` of a pattern returns when its operator is faster than the operations that it replaces
+(`Worth`). The operator of a pattern without that method counts as faster for all data. Under "auto", a match whose
+worth depends on the share of active elements runs as written and is watched (`sparse_inductor.policy.profile`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ POLICY_VARIABLE = "SPARSE_INDUCTOR_POLICY"
 CHOICES = ("auto", "always", "never")
 
 Policy = str | Mapping[str, str]
-"""One of `CHOICES` for all patterns, or one for each pattern name; a name that is absent has the default."""
+"""One of `CHOICES` for all patterns, or a mapping from pattern names to them; absent names have the default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Worth:
     """When an operator is faster than the operations that it replaces.
 
-    below: it is where less than this share of the elements of the match's first `sparse` tensor is active; 1 where it
-    is whatever they hold, 0 where it never is. reason: where the figure comes from, or why there is no gain. apart:
-    what popular elements of a row cost, which the operator takes for all rows; None where it takes none. Such a match
-    has an attribute `popular`, how many there are to be.
+    below: the operator is faster if less than this share of the elements of the match's first `sparse` tensor is
+    active; 1 if it is faster for all data, 0 if it never is. reason: the source of the figure, or why there is no gain.
+    apart: the cost of popular elements, which the operator computes for all rows; None if the operator cannot do so. A
+    match with `apart` has an attribute `popular`, the number of popular elements to use.
     """
 
     below: float
@@ -37,12 +37,12 @@ class Worth:
 
 
 def policies(policy: Policy | None, known: Iterable[str], default: str) -> dict[str, str]:
-    """The choice for each pattern name in `known`.
+    """Return the choice for each pattern name in `known`.
 
-    policy: what the caller asked for; None is the environment variable SPARSE_INDUCTOR_POLICY, and `default` where that
-    is not set.
+    policy: the caller's argument; None stands for the environment variable SPARSE_INDUCTOR_POLICY, and for `default` if
+    that is not set.
 
-    Raises TypeError for something that is neither text nor a mapping, ValueError for an unknown choice or pattern name.
+    Raises TypeError for a policy that is neither a str nor a mapping, ValueError for an unknown choice or pattern name.
     """
     argument = "policy"
     if policy is None:

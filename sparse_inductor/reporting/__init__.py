@@ -1,1 +1,1 @@
-"""What was rewritten and what nearly was, as records and as text for people."""
+"""Reports of rewrites and near misses, as records and as text."""

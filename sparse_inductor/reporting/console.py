@@ -1,4 +1,4 @@
-"""Text and tables for people: with rich where it is installed and standard output is a terminal, plain elsewhere."""
+"""Text and tables on standard output: with rich if it is installed and the output is a terminal, otherwise plain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "note": "dim"}
 
 
 def rich_console() -> Any | None:
-    """A rich console, or None where plain text is wanted."""
+    """Return a rich console, or None for plain text."""
     if not sys.stdout.isatty():
         return None
     try:
@@ -22,7 +22,7 @@ def rich_console() -> Any | None:
 
 
 def print_text(text: str, style: str = "") -> None:
-    """A line or paragraph."""
+    """Print a line or paragraph."""
     console = rich_console()
     if console is None:
         print(text)
@@ -36,7 +36,8 @@ def print_table(
     title: str = "",
     styles: Sequence[str] = (),
 ) -> None:
-    """A table; `styles` colours whole rows. Plain, its last column is not wrapped and the others are aligned."""
+    """Print a table; `styles` colours whole rows. In plain text, the last column is not wrapped and the others are
+    aligned."""
     console = rich_console()
     if console is None:
         print(plain_table(headers, rows, title))
@@ -63,7 +64,7 @@ def print_table(
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
-    """The table as aligned text."""
+    """Return the table as aligned text."""
     lines = [tuple(headers), *map(tuple, rows)] if any(headers) else [*map(tuple, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     widths[-1] = 0
@@ -75,7 +76,7 @@ def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: st
 
 
 def print_diff(text: str) -> None:
-    """A unified diff, coloured in a terminal."""
+    """Print a unified diff, coloured in a terminal."""
     console = rich_console()
     if console is None:
         print(text)

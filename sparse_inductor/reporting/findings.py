@@ -1,4 +1,4 @@
-"""What was found, one by one, and how reports word it: rewrites, near misses, checks, densities."""
+"""The records of reports (rewrites, near misses, checks, densities), and their text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Shape = tuple[int | str, ...]
-"""A size that is symbolic at compile time is its expression as text ("s0")."""
+"""A size that is symbolic at compile time is represented by its expression as text ("s0")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Rewrite:
 
     pattern: str
     stage: str
-    """Where in the compile: "pre_grad" (the graph Dynamo hands over, before autograd)."""
+    """The stage of the compile: "pre_grad" (Dynamo's graph, before autograd)."""
     location: str
-    """The user's line that the subgraph ends in: "model.py:41"."""
+    """The user's line in which the subgraph ends: "model.py:41"."""
     op: str
     replaced: tuple[str, ...]
-    """The ops that are gone, in the order of the program."""
+    """The replaced ops, in program order."""
     inputs: tuple[tuple[Shape, torch.dtype | None], ...]
     """(shape, dtype) of each tensor that the operator reads."""
     bytes_saved: int | None = None
@@ -36,7 +36,7 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """A subgraph that belongs to a pattern's family and was left as it is."""
+    """A subgraph that belongs to a pattern's family but was not rewritten."""
 
     pattern: str
     stage: str
@@ -52,16 +52,16 @@ class Pending:
     pattern: str
     location: str
     measured: float | None
-    """The share of elements that were active when the program ran; None where nothing was counted."""
+    """The share of elements that were active when the program ran; None if nothing was counted."""
     pays_below: float
-    """The share below which the operator is faster here; 0 where it never is."""
+    """The share below which the operator is faster here; 0 if it never is."""
     reason: str
     source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What `verify=True` found of one rewrite, when it ran for the first time."""
+    """The result of `verify=True` for one rewrite, when it ran for the first time."""
 
     pattern: str
     location: str
@@ -69,24 +69,24 @@ class Check:
     """"agrees", "differs" (the unrewritten result is kept) or "unchecked"."""
     detail: str = ""
     error: float | None = None
-    """The largest distance from a reference, absolute below 1 and relative above."""
+    """The largest distance from the fp64 reference, absolute below 1 and relative above."""
     plain_error: float | None = None
-    """The same of the operations as written."""
+    """The same for the operations as written."""
     source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Density:
-    """How many elements of a tensor were not zero when `explain` ran the program."""
+    """The number of elements of a tensor that were not zero when `explain` ran the program."""
 
     pattern: str
     location: str
     what: str
-    """What the elements are: "probabilities"."""
+    """The name of the elements: "probabilities"."""
     active: int
     total: int
     row: int
-    """Elements of a row, which is what a user thinks of: the keys of a query, the vocabulary."""
+    """Elements of a row, which is the unit that users think of: the keys of a query, the vocabulary."""
 
     def __str__(self) -> str:
         share = self.active / self.total if self.total else 0.0
@@ -96,7 +96,7 @@ class Density:
 
 
 def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
-    """A rewrite as JSON-able data."""
+    """Return a rewrite as data that can be written as JSON."""
     fields = dataclasses.asdict(rewrite)
     fields["inputs"] = [
         {"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in rewrite.inputs
@@ -106,7 +106,7 @@ def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
 
 
 def at_line(what: NearMiss | Check | Pending, because: str, times: str = "") -> list[str]:
-    """The lines about something at a line of the user's, with the reason."""
+    """Return the report's lines about a finding at a line of the user's program, with the reason."""
     lines = [f"  {what.location}  {what.pattern}{times}"]
     return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
 
@@ -114,7 +114,7 @@ def at_line(what: NearMiss | Check | Pending, because: str, times: str = "") -> 
 def rewrite_lines(
     rewrite: Rewrite, times: int, checks: Iterable[Check] = (), densities: Iterable[Density] = ()
 ) -> list[str]:
-    """One rewrite as the report words it, with what was found of it when it ran."""
+    """Return the report's lines about one rewrite, with the checks and densities from its run."""
     lines = [f"  {rewrite.location}{times_text(times)}"]
     if rewrite.source:
         lines.append(f"      {rewrite.source}")
@@ -134,12 +134,12 @@ def rewrite_lines(
 
 
 def rewrite_text(rewrite: Rewrite) -> str:
-    """The same of one rewrite alone."""
+    """Return the report's text about one rewrite alone."""
     return "\n".join(rewrite_lines(rewrite, 1))
 
 
 def times_text(times: int) -> str:
-    """How often, where that is more than once."""
+    """Return the number of times as text, if it is more than one."""
     return f"  ({times} times)" if times > 1 else ""
 
 
@@ -149,7 +149,7 @@ def _runs(names: Iterable[str]) -> list[str]:
 
 
 def tensor_text(shape: Shape, dtype: torch.dtype | None) -> str:
-    """A tensor as reports write it: "float32[2, 40]"."""
+    """Return a tensor's dtype and shape as reports write them: "float32[2, 40]"."""
     return f"{_dtype(dtype)}[{', '.join(map(str, shape))}]"
 
 
@@ -158,14 +158,14 @@ def _dtype(dtype: torch.dtype | None) -> str:
 
 
 def count_text(what: Any, noun: str) -> str:
-    """A number, or how many there are, with its noun: "2 rewrites"."""
+    """Return a number, or the size of a collection, with its noun: "2 rewrites"."""
     number = what if isinstance(what, int) else len(what)
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {noun if number == 1 else plural}"
 
 
 def bytes_text(number: int) -> str:
-    """A number of bytes in the unit that fits."""
+    """Return a number of bytes in a suitable unit."""
     value = float(number)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024:

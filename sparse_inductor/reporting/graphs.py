@@ -1,4 +1,4 @@
-"""What a graph holds, as plain data that outlives it: for snapshots, explanations and drawings."""
+"""Graphs as plain data that outlives them, for snapshots, explanations and drawings."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .source import Source, source_of
 
 @dataclasses.dataclass(frozen=True)
 class GraphNode:
-    """A node: what it calls on what, the tensor it makes, and the user's line it comes from."""
+    """A node: its call and inputs, the type of its result, and the user's line that it comes from."""
 
     name: str
     kind: str
     """Whether it is an "input", a "call" or the "output"."""
     call: str
-    """The call as it is written: "torch.relu(add)"; for an input the name of the parameter."""
+    """The call as Python code: "torch.relu(add)"; for an input, the name of the parameter."""
     title: str
-    """The short name of what is called: "relu"."""
+    """The short name of the called function: "relu"."""
     inputs: tuple[str, ...]
     type: str
-    """Such as "float32[2, 40]"; empty for what is no tensor."""
+    """The type of the result, such as "float32[2, 40]"; empty if it is not a tensor."""
     source: Source
     module: str
-    """The path of the module it was called in: "encoder.layer.0"; empty outside of modules."""
+    """The path of the module that contains the call: "encoder.layer.0"; empty outside of modules."""
 
     def __str__(self) -> str:
         if self.kind == "output":
@@ -42,7 +42,7 @@ class GraphNode:
 
 
 def describe(graph: fx.Graph) -> tuple[GraphNode, ...]:
-    """The nodes of a graph in its order."""
+    """Return the nodes of a graph in graph order."""
     names: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in graph.nodes:
@@ -96,7 +96,7 @@ def _target(target: Any) -> str:
         return str(compat.schema(target).name)
     module = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
     name = getattr(target, "__name__", str(target))
-    # Builtin functions of torch do not say where they are public.
+    # Builtin functions of torch do not record their public module.
     if getattr(torch, name, None) is target:
         module = "torch"
     elif getattr(torch.nn.functional, name, None) is target:

@@ -1,4 +1,4 @@
-"""The report: everything that was rewritten and what nearly was, of the process or of one call."""
+"""The report: all rewrites and near misses of the process or of one call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ log = logging.getLogger("sparse_inductor")
 JSON_VERSION = 1
 
 
-# Graph breaks that a pattern has to explain although no pass ever sees them: how many watch, and where they tell.
+# Graph breaks at torch.sparse tensors, which no pass sees: the number of active watches, and the reports that record
+# these breaks.
 _watching = 0
 _reports: weakref.WeakSet[Report] = weakref.WeakSet()
 _SPARSE_WAY_OUT = (
@@ -44,7 +45,7 @@ _SPARSE_WAY_OUT = (
 
 
 def watch_sparse_breaks(pattern: str) -> Callable[[], None]:
-    """Until the result is called, graphs that end because of a torch.sparse tensor are near misses of `pattern`."""
+    """Record graph breaks at torch.sparse tensors as near misses of `pattern`, until the result is called."""
     global _watching
     _watching += 1
 
@@ -58,13 +59,12 @@ def watch_sparse_breaks(pattern: str) -> Callable[[], None]:
 
 
 class Report:
-    """Everything since the last `clear()`, of the whole process; safe to read while other threads
-    compile."""
+    """All records since the last `clear()`; safe to read while other threads compile."""
 
     pass_ms: float
     """Milliseconds spent in the pass, over all graphs."""
     graphs: int
-    """How many graphs the pass has looked at."""
+    """The number of graphs that the pass has processed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -80,14 +80,14 @@ class Report:
         self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
         self._seen: set[NearMiss] = set()
-        self._first = 0  # of the rewrites of this compile
+        self._first = 0  # the index of the current compile's first rewrite
         self._pattern_ms: Counter[str] = Counter()
         self.pass_ms = 0.0
         self.graphs = 0
         self._sparse_breaks = compat.sparse_graph_breaks()
 
     def settle(self, pattern: str = "sparse_scores") -> None:
-        """Record what only Dynamo knows: that it ended graphs because of torch.sparse tensors."""
+        """Record that Dynamo ended graphs because of torch.sparse tensors, as its counters show."""
         if not _watching:
             return
         now = compat.sparse_graph_breaks()
@@ -104,21 +104,21 @@ class Report:
 
     @property
     def near_misses(self) -> list[NearMiss]:
-        """The near misses, oldest first; the same one is listed once a compile."""
+        """The near misses, oldest first; each is listed once per compile."""
         self.settle()
         with self._lock:
             return list(self._near_misses)
 
     @property
     def pending(self) -> list[Pending]:
-        """Blocks that were recognised and run as written for now, with what was counted last."""
+        """Recognised blocks that run as written for now, with their latest counts."""
         with self._lock:
             return [*self._pending, *(one for pending in self._live for one in pending())]
 
     def add_pending(
         self, pending: Iterable[Pending], live: Callable[[], list[Pending]] | None
     ) -> None:
-        """Record blocks of one graph that run as written; `live` says of more of them when it is asked."""
+        """Record blocks of one graph that run as written. live: returns further ones each time the report is read."""
         with self._lock:
             self._pending.extend(pending)
             if live is not None:
@@ -126,23 +126,23 @@ class Report:
 
     @property
     def checks(self) -> list[Check]:
-        """What `verify=True` found, oldest first; empty without it."""
+        """The results of `verify=True`, oldest first; empty without it."""
         with self._lock:
             return list(self._checks)
 
     @property
     def densities(self) -> list[Density]:
-        """What `explain` counted, oldest first; empty in the report of the process."""
+        """The counts of `explain`, oldest first; empty in the process-wide report."""
         with self._lock:
             return list(self._densities)
 
     def add_density(self, density: Density) -> None:
-        """Record what was counted in a rewrite's subgraph."""
+        """Record the count for a tensor of a rewrite."""
         with self._lock:
             self._densities.append(density)
 
     def add_check(self, check: Check) -> None:
-        """Record what was found of a rewrite when it ran."""
+        """Record the result of a check."""
         with self._lock:
             self._checks.append(check)
 
@@ -153,7 +153,7 @@ class Report:
             return dict(self._pattern_ms)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all records."""
         with self._lock:
             self._clear()
 
@@ -161,10 +161,9 @@ class Report:
         return compile is not None and self._compile is not None and self._compile() is compile
 
     def unseen(self, near_misses: Iterable[NearMiss], compile: object | None) -> list[NearMiss]:
-        """The near misses that this compile (any object) has not shown before."""
+        """Return the near misses that this compile (any object) has not recorded before."""
         with self._lock:
-            # One line can reach the pass several times within a compile: a body called twice is two
-            # graphs.
+            # One line can reach the pass several times within a compile: a body called twice is two graphs.
             seen = self._seen if self._is_current(compile) else ()
             return [miss for miss in dict.fromkeys(near_misses) if miss not in seen]
 
@@ -176,7 +175,7 @@ class Report:
         pattern_ms: Mapping[str, float],
         compile: object | None = None,
     ) -> None:
-        """Record one graph of a compile (any object), which shows a near miss once."""
+        """Record one graph of a compile (any object); each near miss is recorded once per compile."""
         with self._lock:
             new = self.unseen(near_misses, compile)
             if not self._is_current(compile):
@@ -190,7 +189,7 @@ class Report:
             self.graphs += 1
 
     def begin_anew(self, near_miss: NearMiss, compile: object | None) -> None:
-        """Record why a compile (any object) begins anew, and take back its rewrites."""
+        """Record why a compile (any object) restarts, and remove its rewrites."""
         with self._lock:
             self.add((), [near_miss], 0.0, {}, compile)
             del self._rewrites[self._first :]
@@ -216,14 +215,14 @@ class Report:
 
         `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
         "pending": [...], "checks": [...], "densities": [...], "fallbacks": [...], "collections": [...]}`; the entries
-        have the fields of `Rewrite`, `NearMiss`, `Check`, `Density` and `layers.Fallback`, an input is
-        `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is
-        removed or changes its meaning.
+        have the fields of `Rewrite`, `NearMiss`, `Pending`, `Check`, `Density` and `layers.Fallback`; an input is
+        `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is removed or changes its
+        meaning.
         """
         return json.dumps(self.as_dict(), indent=2)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `to_json` writes, as plain dictionaries and lists."""
+        """Return the contents of `to_json` as plain dictionaries and lists."""
         self.settle()
         with self._lock:
             return {
@@ -241,16 +240,16 @@ class Report:
             }
 
 
-# Over the blocks of `Report.pending`.
+# The heading of `Report.pending`.
 AS_WRITTEN = 'as written for now (policy="always" rewrites it)'
-# Over those of `Report.near_misses`.
+# The heading of `Report.near_misses`.
 NEARLY = "not rewritten, but nearly"
 
 _process_wide = Report()
 
 
 def report() -> Report:
-    """The process-wide report: everything since the start or the last `clear()`."""
+    """Return the process-wide report: all records since the start or the last `clear()`."""
     return _process_wide
 
 
@@ -260,8 +259,7 @@ def log_graph(
     pass_ms: float,
     pattern_ms: Mapping[str, float],
 ) -> None:
-    """One INFO line a pattern that found something in a graph, and an artifact in the structured
-    trace."""
+    """Log one INFO line for each pattern with findings in a graph, and add an artifact to the structured trace."""
     rewrites, near_misses = list(rewrites), list(near_misses)
     if not rewrites and not near_misses:
         log.debug("nothing to rewrite in this graph (%.1f ms)", pass_ms)
@@ -300,13 +298,13 @@ def _render(report: Report) -> list[str]:
 
 
 def _section(title: str, entries: Iterable[list[str]]) -> list[str]:
-    """The lines of some entries under a title; none where there are no entries."""
+    """Return the lines of some entries under a title; no lines if there are no entries."""
     lines = [line for entry in entries for line in entry]
     return ["", title, *lines] if lines else []
 
 
 def _collections(report: Report) -> list[Collection]:
-    """Documents that compiled programs score."""
+    """Return the collections of documents that compiled programs score."""
     if not report.graphs:
         return []
     from ..ops._collections import collections
@@ -341,7 +339,7 @@ def _found(report: Report) -> list[str]:
 
 
 def found_of(report: Report, rewrite: Rewrite) -> tuple[list[Check], list[Density]]:
-    """What was found of a rewrite when it ran."""
+    """Return the checks and densities of a rewrite from its run."""
 
     def is_its(what: Check | Density) -> bool:
         return (what.pattern, what.location) == (rewrite.pattern, rewrite.location)

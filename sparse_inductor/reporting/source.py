@@ -1,4 +1,4 @@
-"""From a graph node to the line of the user's program that it came from."""
+"""Finds the line of the user's program that a graph node comes from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-# Code that only passes a call on: the line that called it says more.
+# Code that only forwards a call: the line of its caller is more informative.
 _PASSING_ON = tuple(
     os.path.join(*parts)
     for parts in (
@@ -26,8 +26,7 @@ _PASSING_ON = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A line of a program: `location` is "file.py:41", `text` the line itself, `path` the whole
-    file name."""
+    """A line of a program: `location` is "file.py:41", `text` the line itself, `path` the full path of the file."""
 
     location: str
     text: str = ""
@@ -35,10 +34,10 @@ class Source:
 
 
 def source_of(*nodes: fx.Node | None) -> Source:
-    """Where the first of `nodes` that knows it was written.
+    """Return the line of the program for the first of `nodes` with a stack trace.
 
-    That is the innermost frame outside torch: for a model from a library, the library's line, which
-    says which op is meant; the user's own line that calls the model would be the same for every op.
+    It is the line of the innermost frame outside torch. For a model from a library, that is the library's line, which
+    identifies the op; the user's own line that calls the model would be the same for every op.
     """
     for node in nodes:
         if node is not None and (trace := node.meta.get("stack_trace")):
@@ -63,11 +62,11 @@ def _innermost(trace: str) -> Source | None:
         found = source_at(path, number, "" if _FRAME.match(following) else following)
         if not path.endswith(_PASSING_ON):
             return found
-        passing_on = passing_on or found  # nothing else, where such code is compiled by itself
+        passing_on = passing_on or found  # the only frame if such code is compiled by itself
     return passing_on
 
 
 def source_at(path: str, line: int, text: str = "") -> Source:
-    """The line `line` of a file, read from it unless `text` is known."""
+    """Return the line `line` of a file, read from it unless `text` is given."""
     text = text.strip() or linecache.getline(path, line).strip()
     return Source(f"{os.path.basename(path)}:{line}", text, path)
