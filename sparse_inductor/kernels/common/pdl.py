@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel starts while the preceding one ends. Compute capability 9.
 
-Until all kernels in front of the preceding one have ended, a kernel may access only memory that an earlier step of the
-call has used: replayed calls share memory on this condition (`recording.lifetimes`).
+Until all kernels before the preceding one have ended, a kernel may access only memory that an earlier step of the call
+has used. Memory sharing in replayed calls relies on this (`recording.lifetimes`).
 """
 
 from __future__ import annotations
