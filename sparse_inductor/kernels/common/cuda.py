@@ -105,7 +105,7 @@ def _compiled(text: str, name: str, options: list[str]) -> bytes:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, which every CUDA build of torch contains."""
+    """Load NVRTC, which every CUDA build of torch contains."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
     try:
         return ctypes.CDLL(name)

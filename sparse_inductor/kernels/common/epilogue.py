@@ -28,7 +28,7 @@ _CLAMP_HAS_SLOPE: tl.constexpr = tl.constexpr(compat.clamp_has_a_slope_at_its_bo
 
 
 def _float32(c: float) -> float:
-    """`c` rounded to fp32: a constexpr that fp32 cannot hold would make the kernel compute in fp64."""
+    """Round `c` to fp32: a constexpr that fp32 cannot hold would make the kernel compute in fp64."""
     try:
         return struct.unpack("f", struct.pack("f", c))[0]
     except OverflowError:

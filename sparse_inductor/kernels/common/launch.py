@@ -329,7 +329,7 @@ def observing(on_launch: LaunchSeen, on_unknown: Callable[[str], None]) -> Itera
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Number of SMs of a GPU."""
+    """Return the number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -74,7 +74,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def available() -> Library | None:
-    """The library; None if it cannot be compiled or the driver lacks a function."""
+    """Return the library, or None if it cannot be compiled or the driver lacks a function."""
     try:
         driver = compat.cuda_driver()
         return library([ctypes.cast(driver[name], ctypes.c_void_p) for name in FUNCTIONS])
@@ -84,7 +84,7 @@ def available() -> Library | None:
 
 
 def library(functions: Sequence[ctypes.c_void_p]) -> Library:
-    """The library, calling the given driver functions."""
+    """Compile and load launches.c, which calls the given driver functions."""
     calls = compiled(SOURCE, "-O2", f"-I{headers()}")
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     calls.sparse_launches_new.argtypes = [pointer, number]
@@ -103,7 +103,7 @@ def library(functions: Sequence[ctypes.c_void_p]) -> Library:
 class LaunchList:
     """An ordered list of launches. `part` returns a function that makes some of them.
 
-    The words that it takes are the addresses, then the stream.
+    This function takes the words: the addresses, then the stream.
     """
 
     def __init__(self, library: Library, words: int) -> None:

@@ -17,7 +17,7 @@ USE_PDL = True
 
 
 def pdl_options(t: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
+    """Return the launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
     able = USE_PDL and capability(t.device)[0] >= 9
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 

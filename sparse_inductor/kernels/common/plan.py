@@ -68,7 +68,7 @@ Step = Launch | Zeros | Product | Call
 
 
 def relocated(a: Any, moved: Callable[[Address], Address]) -> Any:
-    """Steps, or a part of them, with every address replaced by moved(address)."""
+    """Return steps, or a part of them, with every address replaced by moved(address)."""
     if isinstance(a, Address):
         return moved(a)
     if isinstance(a, KernelLaunch):

@@ -1,7 +1,7 @@
 """The table of tile sizes of the portable kernels, each with its reason.
 
 To tune a kernel for another GPU, insert a row with that architecture in front of the kernel's rows: the first row that
-fits is used. Hopper's own kernels (`hopper.py` of each family) choose their tiles beside their code.
+fits is used. Kernels for Hopper (`hopper.py` of each family) define their own tiles.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Row:
     """One tile.
 
     kernel: the family, or "family/kernel". when: facts that must hold, such as "fp32" (else 16 bits). width: largest
-    head dimension (entmax attention). arch: such as "sm120", or "" for all. kib: least shared memory of the GPU, in
-    KiB.
+    head dimension (entmax attention). arch: such as "sm120", or "" for all. kib: minimum shared memory of the GPU,
+    in KiB.
     """
 
     kernel: str

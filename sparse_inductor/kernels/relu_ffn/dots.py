@@ -66,7 +66,7 @@ def _dot_block(
     x, token, table, id, stride_t, K,
     WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[R] dot products of the token at `x` with table rows `id`, fp32.
+    """Return the [R] dot products of the token at `x` with table rows `id`, fp32.
 
     EVEN: K is a multiple of WIDTH. ONE: a row is one WIDTH, and `token` is all of the token.
     """
@@ -299,7 +299,7 @@ def _gradients_kernel(
     EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A program computes h and the gradients of both projections for some pieces of a row."""
-    p = tl.num_programs(1) - 1 - tl.program_id(1)  # pieces that only long rows have start first
+    p = tl.num_programs(1) - 1 - tl.program_id(1)  # pieces that exist only in long rows start first
     start = p * PIECE
     r = tl.arange(0, FLIGHT)
     for i in range(tl.program_id(0), M, tl.num_programs(0)):

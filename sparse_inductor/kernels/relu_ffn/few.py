@@ -1,5 +1,5 @@
-"""Feed-forward blocks of few rows: dense cuBLAS products with one elementwise kernel between them; nothing is
-packed."""
+"""Feed-forward blocks of few rows, computed by dense cuBLAS products with one elementwise kernel between them. No rows
+are packed."""
 
 from __future__ import annotations
 

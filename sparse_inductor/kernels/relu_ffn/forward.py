@@ -129,7 +129,7 @@ def forward(
         return forward(x, b, stats, packed, cap, neurons=neurons).add_(residual)
     if stats is None and is_few(M, N):
         if packed is not None:
-            packed.count.fill_(cap + 1)  # nothing is kept
+            packed.count.fill_(cap + 1)  # no row is packed
             packed.without_popular()
         return few.forward(x, b)
     up = None if b.up is None else row_major(b.up)

@@ -60,7 +60,7 @@ ROOM = 0.25
 
 @gluon.constexpr_function
 def _accumulator(columns):
-    """Layout of a warpgroup's accumulators [64, columns]."""
+    """Return the layout of a warpgroup's accumulators [64, columns]."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -172,7 +172,7 @@ def _by_halves(shape):
 
 @gluon.constexpr_function
 def _along(layout, axes):
-    """Layout of a vector along the last of `axes` axes."""
+    """Return the layout of a vector along the last of `axes` axes."""
     for _ in range(axes - 1):
         layout = gl.SliceLayout(0, layout)
     return layout
@@ -180,7 +180,7 @@ def _along(layout, axes):
 
 @gluon.jit
 def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
-    """arange(LENGTH) along the last of AXES axes."""
+    """Return arange(LENGTH) along the last of AXES axes."""
     v = gl.arange(0, LENGTH, _along(LAYOUT, AXES))
     for _ in gl.static_range(AXES - 1):
         v = gl.expand_dims(v, 0)
@@ -211,7 +211,7 @@ def _bitmask_of(held, least):
 
 @gluon.constexpr_function
 def _quads(words):
-    """Layout of the accumulators seen as [64 tokens, lane of the token's quad, word, bit]."""
+    """Return the layout of the accumulators viewed as [64 tokens, lane of the token's quad, word, bit]."""
     more = [[0, 0, 1, 0]] if words == 2 else []
     bits = [[0, 0, 0, 1 << b] for b in range(1, 5)]
     return gl.DistributedLinearLayout(
@@ -439,7 +439,7 @@ def twice(threshold: float, dtype: torch.dtype) -> int:
 
 
 def words(N: int) -> int:
-    """Number of words per row of the bitmask."""
+    """Return the number of words per row of the bitmask."""
     return 8 * -(-N // BITMASK_TILE.value)
 
 

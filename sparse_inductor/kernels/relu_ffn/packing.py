@@ -55,7 +55,7 @@ def pieces_of(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
 
 @triton.jit
 def popcount(x):
-    """Number of set bits of an int32."""
+    """Return the number of set bits of an int32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -64,7 +64,7 @@ def popcount(x):
 
 @triton.jit
 def _lowest_bit(x):
-    """Position of the lowest set bit of an int32, read from the exponent of that bit converted to fp32."""
+    """Return the position of the lowest set bit of an int32, read from the exponent of that bit converted to fp32."""
     low = (x & (0 - x)).to(tl.float32)
     return ((low.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 

@@ -49,7 +49,7 @@ _LIST_REGISTERS = 128
 # 256 columns are one 16-byte bf16 load per thread of one warp. Programs of the same column block run at the same time,
 # and at D = 768 their third of the weight stays in L2. 8 rows in flight hide the latency of L2. A row with few entries
 # takes less time than starting a program, so each program has 4 rows; with 8 rows there are too few programs to
-# balance. Rows in flight take fewer registers than software pipelining.
+# balance. Rows in flight replace software pipelining and take fewer registers.
 _ROW = {"ROWS": 4, "R": 8, "BD": 256, "num_warps": 1, "num_stages": 1}
 # A position with at least this number of entries is hot: one warp would take longer for it than the rest of the GPU for
 # all other positions.
