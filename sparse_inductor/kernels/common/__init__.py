@@ -1,1 +1,1 @@
-"""What the kernels of all families share: launches, replay, epilogues, the architecture."""
+"""Code that the kernels of all families share: launches, replay, epilogues, GPU properties."""

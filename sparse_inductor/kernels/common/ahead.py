@@ -1,9 +1,10 @@
-"""Parallel compilation of the kernels of a call, before it is made for the first time.
+"""Parallel compilation of a call's kernels before the first call.
 
-Triton compiles each kernel at its first launch, one after the other, for a second or more, most of it in separate
-processes: ptxas, and the C compiler for the launcher. Which kernels a call launches depends on its arguments' layouts
-alone. So the call's Python code is run once without launches and arithmetic to collect them: while a compiler traces
-the call, so that the kernels are compiled beside Inductor's own, or right before the first call.
+Triton compiles each kernel at its first launch, one after the other. A kernel takes a second or more, most of it in
+separate processes: ptxas, and the C compiler for the launcher. The kernels that a call launches depend only on the
+layouts of its arguments, so the call's Python code is run once without launches and arithmetic to collect them. This
+happens either while a compiler traces the call, so that the kernels are compiled in parallel with Inductor's own, or
+right before the first call.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from . import launch as launches
 log = logging.getLogger(__name__)
 
 
-# Functions and the layouts of their arguments whose compilation has been started.
+# (function, layouts of its arguments) for which compilation has been started.
 _begun: set[Hashable] = set()
 
 
 def compile_while_traced(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Start to compile the kernels that fn(*args) launches in the background. args: fake tensors and plain values."""
+    """Start compiling in the background the kernels that fn(*args) launches. args: fake tensors and plain values."""
     key = (fn, *map(_layout, args))
     if key not in _begun:
         _begun.add(key)
@@ -37,10 +38,10 @@ def compile_while_traced(fn: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def compile_ahead(fn: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Compile the kernels that fn(*args) launches, in parallel. Errors are raised by the call itself.
+    """Compile the kernels that fn(*args) launches, in parallel. Errors are raised later, by the call itself.
 
-    The control flow of fn may depend on its arguments' layouts alone. Reading a number from the GPU ends the search:
-    kernels up to there are compiled.
+    The control flow of fn may depend only on its arguments' layouts. If fn reads a number from the GPU, only the
+    kernels launched before that point are compiled.
     """
     if torch.cuda.is_current_stream_capturing():  # loading a kernel would end the capture
         return
@@ -58,7 +59,7 @@ def compile_ahead(fn: Callable[..., Any], args: Sequence[Any]) -> None:
 def _needed(
     fn: Callable[..., Any], args: Sequence[Any], mode: AbstractContextManager[Any]
 ) -> Collection[launches.Job]:
-    """The compilation jobs of the new kernels that fn(*args) launches."""
+    """Return the compilation jobs of the kernels that fn(*args) launches and that are not compiled yet."""
     with launches.collected() as jobs:
         try:
             with mode:
@@ -79,7 +80,7 @@ class _DependsOnData(Exception):
 
 
 class _NothingComputed(TorchDispatchMode):
-    """Operations on a GPU return uninitialised tensors with the right layouts."""
+    """A dispatch mode in which operations on a GPU only return uninitialised tensors with the right layouts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

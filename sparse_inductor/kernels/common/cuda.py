@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, for what Triton cannot express: compiled by NVRTC and launched as Triton's kernels are."""
+"""CUDA C++ kernels, for code that Triton cannot express. NVRTC compiles them; they are launched like Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ HEADER = Path(__file__).with_name("device.cuh")
 class CudaKernel:
     """The kernel `name` of a source file.
 
-    Arguments are tensors, None, or 32-bit integers; constants are macros of the source, as is WARPS. The constant PDL
-    launches the kernel before the preceding one has ended. The kernel has two more pointer parameters behind its own,
-    as every kernel that Triton compiles.
+    Arguments are tensors, None, or 32-bit integers. Constants are defined as macros, and WARPS as the number of warps.
+    If the constant PDL is true, the kernel is launched before the preceding one has ended (`pdl`). Its last two
+    parameters are pointers that Triton appends to the parameters of every kernel.
     """
 
     def __init__(self, source: Path, name: str, module: str) -> None:
         self.source, self.__name__, self.__module__ = source, name, module
-        self.fn = self  # by which `layers` names what fails
+        self.fn = self  # `layers` names a failing kernel by it
         self._compiled: dict[Hashable, Any] = {}
 
     def launch(self, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
-        """Launch it on the device of args."""
+        """Launch the kernel on the device of args."""
         launch(self, grid, args, constants, num_warps)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ class CudaKernel:
         return run
 
     def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int, **constants: Any) -> Any:
-        """The compiled kernel, not loaded. args: mock tensors are sufficient."""
+        """Return the compiled kernel without loading it. args: mock tensors are sufficient."""
         kinds = ("i32" if isinstance(a, int) else "*i8" for a in args)
         signature = (*kinds, *["constexpr"] * len(constants))
         device = torch.cuda.current_device()
@@ -59,7 +59,7 @@ class CudaKernel:
 
 
 def macros(num_warps: int, constants: Mapping[str, Any]) -> list[str]:
-    """Compiler options that define the number of warps and the constants."""
+    """Return the compiler options that define the number of warps and the constants."""
     return [
         f"-D{name}={value if isinstance(value, str) else int(value)}"
         for name, value in {"WARPS": num_warps, **constants}.items()
@@ -67,7 +67,7 @@ def macros(num_warps: int, constants: Mapping[str, Any]) -> list[str]:
 
 
 def compile(source: Path, arch: int, num_warps: int, constants: Mapping[str, Any]) -> bytes:
-    """The cubin of a source file for a compute capability, cached on disk.
+    """Return the cubin of a source file for a compute capability, cached on disk.
 
     Raises OSError if there is no NVRTC, RuntimeError with NVRTC's log if the compilation fails.
     """
@@ -105,7 +105,7 @@ def _compiled(text: str, name: str, options: list[str]) -> bytes:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, which every CUDA build of torch contains."""
+    """Load NVRTC, which every CUDA build of torch contains."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
     try:
         return ctypes.CDLL(name)

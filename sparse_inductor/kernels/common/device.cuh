@@ -4,11 +4,11 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 using i64 = long long;
 
-constexpr u32 ALL = ~0u;  // lanes
+constexpr u32 ALL = ~0u;  // mask of all lanes of a warp
 
 #ifdef __CUDACC__
 
-// The bits of a number, loaded without allocating a line in L1; 0 unless `there`.
+// Load the bits of a number without allocating a line in L1; returns 0 if `there` is false.
 template <typename T>
 __device__ u32 load_once(const T* at, bool there = true) {
     u32 x;
@@ -24,7 +24,7 @@ __device__ u32 load_once(const T* at, bool there = true) {
     return x;
 }
 
-// A load that the compiler does not move to the first use of its result, so that it is in flight meanwhile.
+// A load that the compiler does not delay until the first use of its result, so that it overlaps the code in between.
 __device__ inline uint4 load_now(const uint4* at) {
     uint4 x;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
@@ -57,7 +57,7 @@ __device__ unsigned short from_float(float x) {
     return bits;
 }
 
-// A mask with all bits of the non-zero ones of two numbers set.
+// For two packed numbers: all 16 bits of a half are set if its number is not zero.
 template <bool BF16>
 __device__ u32 nonzero(u32 two) {
     u32 bits;
@@ -87,7 +87,7 @@ __device__ inline u32 scan(u32 x) {
     return x;
 }
 
-// Reduction of x by a commutative `of` over each group of `lanes` lanes.
+// Reduction of x by a commutative function `of` over each group of `lanes` lanes.
 template <typename T, typename Of>
 __device__ T across(T x, Of of, u32 lanes = 32) {
     for (u32 apart = lanes / 2; apart; apart /= 2) x = of(x, __shfl_xor_sync(ALL, x, apart));

@@ -1,15 +1,15 @@
 """Step programs inside a Triton kernel: the value of a program, and its slope by forward mode.
 
 `encode` turns a program of `sparse_inductor.epilogue.steps` into a constexpr, and the jitted functions walk it at
-compile time, so a kernel holds the code of its own steps and nothing else:
+compile time, so a kernel contains only the code of its own steps:
 
     STEPS = encode(parse("row_where(0, -inf) | relu | log1p"))     # host
     rows, strides = row_arguments(operands)                         # host, operands [B, S]
     y = evaluate_rows(y, rows, strides, b, s, s < S, STEPS)         # kernel, fp32
 
-`steps.dual` is the specification. Arithmetic is fp32; functions that Triton has only as fast approximations (exp) or
-not at all (log1p, expm1, tanh, atan, asinh, pow) are written out here to about 1e-6 relative, without libdevice, so
-that the interpreter runs the same formulas as the GPU.
+`steps.dual` is the specification. Arithmetic is fp32. Functions that Triton has only as fast approximations (exp) or
+not at all (log1p, expm1, tanh, atan, asinh, pow) are implemented here with a relative error of about 1e-6. They do not
+use libdevice, so that the interpreter runs the same formulas as the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLAMP_HAS_SLOPE: tl.constexpr = tl.constexpr(compat.clamp_has_a_slope_at_its_bo
 
 
 def _float32(c: float) -> float:
-    """`c` rounded to fp32: a constexpr that fp32 cannot hold would make the kernel compute in fp64."""
+    """Round `c` to fp32: a constexpr that fp32 cannot hold would make the kernel compute in fp64."""
     try:
         return struct.unpack("f", struct.pack("f", c))[0]
     except OverflowError:
@@ -36,9 +36,9 @@ def _float32(c: float) -> float:
 
 
 def encode(program: Sequence[Step]) -> tuple[str | int | float, ...]:
-    """A program as a hashable constexpr: name, row operand or -1, constant, constant; and so on.
+    """Encode a program as a hashable constexpr: for each step its name, its row operand or -1, and two constants.
 
-    Flat, four items a step: Triton cannot index a tuple of tuples that holds strings.
+    The tuple is flat because Triton cannot index a tuple of tuples that contains strings.
     """
     items: list[str | int | float] = []
     for s in program:
@@ -50,7 +50,7 @@ def encode(program: Sequence[Step]) -> tuple[str | int | float, ...]:
 def row_arguments(
     rows: Sequence[torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, ...] | None, tuple[int, ...] | None]:
-    """Row operands [B, S], of any real or bool dtype and strides, as a kernel's arguments: tensors and strides."""
+    """Return row operands [B, S], of any real or bool dtype, as kernel arguments: tensors and their strides."""
     if not rows:
         return None, None
     tensors = tuple(r.view(torch.uint8) if r.dtype == torch.bool else r for r in rows)
@@ -60,10 +60,12 @@ def row_arguments(
 @triton.jit
 def _exp(x):
     """e**x. tl.exp multiplies by log2(e) first, which costs |x| ulps; here x = n ln 2 + r is exact to fp32."""
-    c = tl.where(x < -104.0, -104.0, tl.where(x > 104.0, 104.0, x))  # 0 and inf there; NaN stays
+    # e**x is 0 and inf at the bounds; NaN stays NaN.
+    c = tl.where(x < -104.0, -104.0, tl.where(x > 104.0, 104.0, x))
     n = tl.floor(c * 1.4426950408889634 + 0.5)
-    r = (c - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts; n times the first is exact
-    half = tl.floor(n * 0.5)  # 2**n in two factors, as 2**128 would overflow before r pulls it back
+    # ln 2 in two parts: n times the first one is exact.
+    r = (c - n * 0.693359375) + n * 2.12194440e-4
+    half = tl.floor(n * 0.5)  # 2**n as two factors: 2**128 overflows, although e**x may not
     return tl.exp2(r * 1.4426950408889634) * tl.exp2(half) * tl.exp2(n - half)
 
 
@@ -131,7 +133,7 @@ def _pow(x, P: tl.constexpr):
             if i < P or i < -P:
                 y = y * x
         return y if P >= 0.0 else 1.0 / y
-    elif P == P // 1:  # whole: defined for x < 0
+    elif P == P // 1:  # integer exponent: also defined for x < 0
         y = _exp(P * tl.log(tl.abs(x)))
         return tl.where(x < 0.0, -y, y) if P % 2.0 == 1.0 else y
     else:
@@ -140,7 +142,7 @@ def _pow(x, P: tl.constexpr):
 
 @triton.jit
 def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
-    """One scalar step. Comparisons are written so that NaN falls to the branch that PyTorch gives it."""
+    """Apply one scalar step. Comparisons are written so that NaN takes the same branch as in PyTorch."""
     FN: tl.constexpr = STEPS[AT]
     C0: tl.constexpr = STEPS[AT + 2]
     C1: tl.constexpr = STEPS[AT + 3]
@@ -208,7 +210,7 @@ def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
 
 @triton.jit
 def _slope(x, y, STEPS: tl.constexpr, AT: tl.constexpr):
-    """d y / d x of one scalar step that is not `add`, `mul` or one of the select steps."""
+    """Return dy/dx of one scalar step other than `add`, `mul` and the select steps, which `dual_rows` handles."""
     FN: tl.constexpr = STEPS[AT]
     C0: tl.constexpr = STEPS[AT + 2]
     C1: tl.constexpr = STEPS[AT + 3]
@@ -257,17 +259,18 @@ def _slope(x, y, STEPS: tl.constexpr, AT: tl.constexpr):
 
 @triton.jit
 def row_operand(rows, strides, b, s, mask, ROW: tl.constexpr):
-    """Row operand number ROW at (b, s), fp32; 0 where `mask` is off."""
+    """Load row operand number ROW at (b, s) as fp32; 0 where `mask` is false."""
     at = b.to(tl.int64) * strides[2 * ROW] + s.to(tl.int64) * strides[2 * ROW + 1]
     return tl.load(rows[ROW] + at, mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
 def evaluate_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
-    """All steps in order, on an fp32 tensor `y` of any shape.
+    """Apply all steps in order to an fp32 tensor `y` of any shape.
 
-    rows, strides: what `row_arguments` makes. b, s and `mask` must broadcast to `y`: b and [1, BS] beside a [BV, BS]
-    tile, [N] and [N] beside N gathered entries. Each row step reads its operand once a place of theirs.
+    rows, strides: the results of `row_arguments`. b, s and `mask` must broadcast to `y`: for a [BV, BS] tile, b is a
+    scalar and s is [1, BS]; for N gathered entries, both are [N]. Each row step loads its operand in the shape of b and
+    s, before it is broadcast to `y`.
     """
     for i in tl.static_range(0, len(STEPS), 4):
         if STEPS[i + 1] < 0:
@@ -285,12 +288,12 @@ def evaluate_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
 
 @triton.jit
 def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
-    """(value, slope) of the program at `y`; operands as in `evaluate_rows`.
+    """Return (value, slope) of the program at `y`. Operands: see `evaluate_rows`.
 
-    The slope is exactly 0 wherever any step was flat, whatever follows: sqrt(relu(x)) at x <= 0 has slope 0,
-    although sqrt's is infinite there.
+    The slope is exactly 0 wherever any step is flat, regardless of later steps: sqrt(relu(x)) has slope 0 at x <= 0,
+    although the slope of sqrt at 0 is infinite.
     """
-    flat = (y == 0.0) & (y != 0.0)  # nowhere: tl.full has no layout in Gluon
+    flat = (y == 0.0) & (y != 0.0)  # all false, without tl.full, which has no layout in Gluon
     slope = tl.where(flat, 0.0, 1.0)
     for i in tl.static_range(0, len(STEPS), 4):
         x = y

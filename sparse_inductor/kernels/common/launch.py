@@ -1,7 +1,7 @@
 """A launch cache for Triton kernels, and compilation in the background.
 
-At each launch Triton binds and classifies the arguments and compares every global that the kernel reads: half of the
-launch's host time, for which a GPU without queued work waits.
+At each launch Triton binds and classifies the arguments and compares every global that the kernel reads. This takes
+half of the launch's host time, and a GPU without queued work waits for it.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ from ...compat.triton import (
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """The function with which a host function launches its kernels: `launch`, or `captured` while a graph is traced."""
 
-# Compiled kernels by everything that their code depends on; and by the exact values of numbers, a faster look-up.
+# Compiled kernels, keyed by everything that their code depends on, and by exact numbers, which is faster to look up.
 _compiled: dict[Hashable, Any] = {}
 _seen: dict[Hashable, Any] = {}
-# By the types of arguments: (indices of tensors, indices of tuples and descriptors, a getter of the rest).
+# Keyed by the types of arguments: (indices of tensors, indices of tuples and descriptors, a getter of the rest).
 _Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
 _sorts: dict[tuple[type, ...], _Sorts] = {}
-# Compilations in the background, until a launch takes their result.
+# Background compilations, until a launch takes their result.
 _under_way: dict[Hashable, Future[Any]] = {}
-# Those that no thread has started yet, in the order of their start; a thread that holds `_turn` starts the next one.
+# Compilations that no thread has started yet, in the order in which they will start. Starting one requires `_turn`.
 _waiting: PriorityQueue[tuple[bool, int, Job, Future[Any]]] = PriorityQueue()
 _numbers, _turn = itertools.count(), threading.Lock()
-# Ids of kernels that are compiled before others. (The hash of a JITFunction is that of its source.)
+# Kernels that are compiled before others, by id: JITFunctions with the same source have the same hash.
 _compiled_first: set[int] = set()
-# Most entries, a few hundred bytes each; a program of more shapes starts over.
+# Maximum number of entries, of a few hundred bytes each. When it is reached, the cache is cleared.
 _MOST_SEEN = 16384
 _NUMBERS = (int, float, type(None))
 
 
 class _Observer(NamedTuple):
-    """A thread whose launches are observed, the number of launches seen so far, and a callback for one that was
-    missed."""
+    """An observed thread, a function that returns the number of launches seen, and a callback for a missed one."""
 
     thread: int
     seen: Callable[[], int]
@@ -76,7 +75,7 @@ class Job(NamedTuple):
 
     def compiled(self) -> Any:
         """Compile the kernel and its launcher into Triton's cache. Nothing is loaded, so that another thread may
-        capture a CUDA graph meanwhile."""
+        capture a CUDA graph at the same time."""
         with torch.cuda.device(self.device):
             settle_cache_key(self.kernel)
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
@@ -93,7 +92,7 @@ class Job(NamedTuple):
 
 
 class _Here(threading.local):
-    """jobs: collects the kernels that this thread would launch, instead of launching them; None to launch."""
+    """Per-thread state. jobs: collects kernels instead of launching them, unless it is None."""
 
     jobs: dict[Hashable, Job] | None = None
 
@@ -103,8 +102,8 @@ _observer: _Observer | None = None
 
 
 def _kind(argument: Any) -> Hashable:
-    """The properties of an argument that compiled code depends on: type, divisibility by 16, whether an integer is
-    1."""
+    """Return the properties of an argument that compiled code depends on, such as its type, divisibility by 16, and
+    whether an integer is 1."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, (bool, float)):
@@ -115,11 +114,12 @@ def _kind(argument: Any) -> Hashable:
         return tuple(map(_kind, argument))
     if argument is None:
         return None
-    return argument.base.dtype  # a tensor descriptor; its block shape and layout are the kernel's
+    # A tensor descriptor; the kernel determines its block shape and layout.
+    return argument.base.dtype
 
 
 def _exact(argument: Any) -> Hashable:
-    """As `_kind`, but with the values of numbers in a tuple, which are faster to look up than their kinds."""
+    """As `_kind`, but numbers in a tuple stand for themselves, because they are faster to look up than their kinds."""
     if not isinstance(argument, tuple):
         return _kind(argument)
     kept = [a if a.__class__ in _NUMBERS else _exact(a) for a in argument]
@@ -143,7 +143,7 @@ def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[An
 
 
 class NoAddresses(TorchFunctionMode):
-    """Inside the block, tensors (fake ones, too) have an address that is a multiple of 16."""
+    """A mode in which every tensor, even a fake one, reports an address that is a multiple of 16."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 0 if func is Tensor.data_ptr else func(*args, **(kwargs or {}))
@@ -157,7 +157,7 @@ def _general(
     options: Mapping[str, Hashable],
     device: int,
 ) -> tuple[Hashable, ...]:
-    """Key of everything that the code of a launch depends on."""
+    """Return the key of everything that the compiled code of a launch depends on."""
     settled = (device, *constants.values(), *options.items())
     types = tuple(Tensor if isinstance(a, Tensor) else type(a) for a in args)
     return (id(kernel), num_warps, types, *map(_kind, args), settled)
@@ -171,10 +171,10 @@ def launch(
     num_warps: int,
     **options: Hashable,
 ) -> None:
-    """kernel[grid](*args, **constants, num_warps=num_warps, **options) on the device of args.
+    """Run kernel[grid](*args, **constants, num_warps=num_warps, **options) on the device of args.
 
-    args: tensors, tensor descriptors, integers, floats, None, tuples of these; at least one of the first two.
-    constants: the kernel's last parameters, in their order. options: of the compiler, as num_stages.
+    args: tensors, tensor descriptors, integers, floats, None, and tuples of these; at least one is a tensor or a
+    descriptor. constants: the kernel's last parameters, in their order. options: compiler options such as num_stages.
     """
     observer = _observer
     if observer is not None and observer.thread == threading.get_ident():
@@ -222,7 +222,7 @@ def launch(
         general = _general(kernel, args, constants, num_warps, options, device)
         compiled = _compiled.get(general)
         if compiled is None:
-            # The key has the value of a constant, but only the kind of an argument.
+            # The key contains the values of constants, but only the kinds of arguments.
             constexprs = [
                 p.name for p in getattr(kernel, "params", ())[: len(args)] if p.is_constexpr
             ]
@@ -249,14 +249,14 @@ def _job(
     options: Mapping[str, Hashable],
     device: int,
 ) -> Job:
-    """The compilation job of a launch."""
+    """Return the compilation job of a launch."""
     key = _general(kernel, args, constants, num_warps, options, device)
     like = [*map(_without_memory, args)]
     return Job(key, kernel, grid, like, {**constants, "num_warps": num_warps, **options}, device)
 
 
 def _without_memory(argument: Any) -> Any:
-    """An argument for which Triton compiles the same kernel, without the memory of a tensor aligned to 16 bytes."""
+    """Return an argument for which Triton compiles the same kernel; a mock tensor replaces a 16-byte-aligned one."""
     if isinstance(argument, Tensor):
         return argument if argument.data_ptr() % 16 else mock_tensor(argument.dtype)
     if isinstance(argument, tuple):
@@ -280,8 +280,8 @@ def begin(jobs: Collection[Job]) -> None:
 def _compile_next() -> None:
     """Compile the first waiting kernel.
 
-    Threads build the IR of one kernel after the other (Python's global lock allows one at a time): interleaved, all IRs
-    would be finished late, and no thread could start the compiler's passes early.
+    Only one thread at a time builds IR, which needs the GIL. If threads interleaved, all IRs would be finished late,
+    and no thread could start the compiler's passes early.
     """
     with alone_until_ir(_turn):
         *_, job, future = _waiting.get()
@@ -297,7 +297,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _finish(key: Hashable) -> None:
-    """Wait for a kernel's compilation in the background; an error is raised again by the launch."""
+    """Wait for a kernel's background compilation. An error is ignored here, because the launch raises it again."""
     begun = _under_way.pop(key, None)
     if begun is not None:
         begun.exception()
@@ -315,9 +315,9 @@ def collected() -> Iterator[Collection[Job]]:
 
 @contextlib.contextmanager
 def observing(on_launch: LaunchSeen, on_unknown: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_launch` after each launch of a Triton kernel by this thread in the block, by whatever code; one block at
-    a time. `on_unknown` is called with a reason if a launch may have been missed. Under Triton's interpreter neither is
-    called."""
+    """Call `on_launch` after each launch of a Triton kernel by this thread in the block, including launches by other
+    code. `on_unknown` is called with a reason if a launch may have been missed. Only one block can be active at a time.
+    Under Triton's interpreter neither callback is called."""
     global _observer
     with launches_seen(on_launch, on_unknown) as count:
         _observer = _Observer(threading.get_ident(), count, on_unknown)
@@ -329,7 +329,7 @@ def observing(on_launch: LaunchSeen, on_unknown: Callable[[str], None]) -> Itera
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Number of SMs of a GPU."""
+    """Return the number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -344,10 +344,10 @@ def captured(
     constants: Mapping[str, Hashable],
     num_warps: int,
 ) -> None:
-    """Put the launch into the graph that is being traced: Inductor then launches the kernel as one of its own.
+    """Add the launch to the graph that is being traced, so that Inductor launches the kernel like its own kernels.
 
-    Errors of compiling or loading the kernel are raised here: once Inductor makes the launch, no other layer can
-    replace the kernel.
+    Errors from compiling or loading the kernel are raised here: once Inductor makes the launch, no other layer
+    (`layers`) can replace the kernel.
     """
     device = next(a.get_device() for a in args if isinstance(a, Tensor))
     with NoAddresses():
@@ -356,7 +356,7 @@ def captured(
 
 
 def compiled_first(launched: Any) -> Any:
-    """Decorates a kernel that takes several seconds to compile, the longest of all kernels of its operator."""
+    """Decorates the kernel of an operator that takes the longest to compile, several seconds: it is compiled first."""
     _compiled_first.add(id(getattr(launched, "kernel", launched)))
     return launched
 

@@ -20,8 +20,8 @@ typedef struct {
 
 enum { NUMBER, FLOAT, ADDRESS, TENSOR_MAP };
 
-// A kernel's parameter: the bits of a number, or the address words[base] + value, by itself or in the step's next tensor
-// map.
+// A kernel's parameter: the bits of a number, or the address words[base] + value, which is passed directly or in the
+// step's next tensor map.
 typedef struct {
     int64_t kind;
     int64_t base;
@@ -40,7 +40,7 @@ typedef struct {
 } Operand;
 
 // Functions of torch's C interface, which AOTInductor's programs call (aoti_torch/c/shim.h): create a tensor on existing
-// memory, release it, and multiply. A tensor is a handle; 0 is success.
+// memory, release it, and multiply. Tensors are handles. The functions return 0 on success.
 typedef struct {
     int (*tensor)(void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, void**);
     int (*release)(void*);
@@ -111,7 +111,7 @@ static int multiply(const Step* step, const uint64_t* words) {
         failed = torch->tensor((void*)(words[o->base] + o->offset), o->dim, o->size, o->stride, 0, o->dtype,
                                step->device_type, step->device, &t[i]);
     }
-    // For addition in place torch requires the same tensor, not two on the same memory.
+    // For in-place addition torch requires the same tensor twice, not two tensors on the same memory.
     void* bias = memcmp(&step->operands[0], &step->operands[1], sizeof(Operand)) ? t[1] : t[0];
     if (!failed)
         failed = step->kind == MM         ? torch->mm(t[0], t[1], t[2])
@@ -122,7 +122,7 @@ static int multiply(const Step* step, const uint64_t* words) {
     return failed ? FAILED : 0;
 }
 
-// Whether the kernel has these parameters according to the driver; converts floats to the bits of their size.
+// Whether these parameters match those that the driver reports for the kernel. Converts floats to the kernel's size.
 static int fits(const Driver* driver, Step* step) {
     size_t at, size;
     for (int i = 0; i < step->count + SCRATCH; i++) {

@@ -43,7 +43,7 @@ class Address(NamedTuple):
 
 
 class TensorMap(NamedTuple):
-    """A parameter that is a tensor map: the bytes `like` with the address replaced."""
+    """A parameter that is a tensor map: the bytes `like` with `address` inserted."""
 
     address: Address
     like: bytes
@@ -74,7 +74,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def available() -> Library | None:
-    """The library; None if it cannot be compiled or the driver lacks a function."""
+    """Return the library, or None if it cannot be compiled or the driver lacks a function."""
     try:
         driver = compat.cuda_driver()
         return library([ctypes.cast(driver[name], ctypes.c_void_p) for name in FUNCTIONS])
@@ -84,7 +84,7 @@ def available() -> Library | None:
 
 
 def library(functions: Sequence[ctypes.c_void_p]) -> Library:
-    """The library, calling the given driver functions."""
+    """Compile and load launches.c, which calls the given driver functions."""
     calls = compiled(SOURCE, "-O2", f"-I{headers()}")
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     calls.sparse_launches_new.argtypes = [pointer, number]
@@ -101,20 +101,23 @@ def library(functions: Sequence[ctypes.c_void_p]) -> Library:
 
 
 class LaunchList:
-    """Launches, in order. `part` returns a function of the words: the addresses, then the stream."""
+    """An ordered list of launches. `part` returns a function that makes some of them.
+
+    This function takes the words: the addresses, then the stream.
+    """
 
     def __init__(self, library: Library, words: int) -> None:
         self._library = library.calls
         self._plan = self._library.sparse_launches_new(library.driver, words - 1)
         weakref.finalize(self, self._library.sparse_launches_free, self._plan)
         self._pack = struct.Struct(f"={words}Q").pack
-        self._kernels: list[Any] = []  # what is launched stays loaded
+        self._kernels: list[Any] = []  # keeps launched kernels loaded
 
     def __len__(self) -> int:
         return int(self._library.sparse_launches_count(self._plan))
 
     def launch(self, kernel: KernelLaunch, parameters: Sequence[Parameter]) -> bool:
-        """Add a launch; False if the kernel's parameters, according to the driver, are others."""
+        """Add a launch. Return False if the driver reports different parameters for the kernel."""
         described = [_described(p) for p in parameters]
         maps = [p.like for p in parameters if isinstance(p, TensorMap)]
         flat = struct.pack(f"={3 * len(described)}q", *itertools.chain(*described))
@@ -129,7 +132,7 @@ class LaunchList:
         self._library.sparse_launches_zeros(self._plan, *at, size)
 
     def product(self, device: torch.device, name: str, operands: Sequence[View]) -> bool:
-        """Add a matrix product; False if this torch has no C function for it."""
+        """Add a matrix product. Return False if this torch has no C function for it."""
         functions = compat.product_functions(device.type, name)
         if functions is None:
             return False
@@ -145,7 +148,7 @@ class LaunchList:
         )
 
     def part(self, first: int, last: int) -> Callable[[Any, Sequence[int]], None]:
-        """A function of (anything, words) that makes the launches `first` to `last` - 1."""
+        """Return a function of (anything, words) that makes the launches `first` to `last` - 1."""
         run, plan, pack = self._library.sparse_launches_run, self._plan, self._pack
 
         def made(_: Any, words: Sequence[int], of: LaunchList = self) -> None:
@@ -161,7 +164,7 @@ class LaunchList:
 
 
 def _described(p: Parameter) -> tuple[int, int, int]:
-    """Kind, word and value, as launches.c takes them."""
+    """Return kind, word and value, as launches.c takes them."""
     if isinstance(p, Address):
         return 2, *p
     if isinstance(p, TensorMap):

@@ -1,5 +1,5 @@
-"""Libraries in C and C++, compiled once on the user's machine by the compilers that Triton (C) and torch.compile on a
-CPU (C++) need."""
+"""Libraries in C and C++, compiled once on the user's machine by the compilers that Triton (for C) and torch.compile on
+a CPU (for C++) require."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPILERS = {
 
 
 def compiled(source: Path, *flags: str, depends_on: str = "") -> ctypes.CDLL:
-    """The library of a source file. depends_on: anything else that the compiled code depends on.
+    """Compile a source file and load the library. depends_on: anything else that the compiled code depends on.
 
     Raises OSError or subprocess.SubprocessError if there is no compiler or no writable folder.
     """
@@ -44,7 +44,7 @@ def is_compiled(source: Path, *flags: str, depends_on: str = "") -> bool:
 
 
 def _library_of(source: Path, flags: Sequence[str], depends_on: str) -> tuple[list[str], Path]:
-    """(the compiler's command without the files, path of the library)."""
+    """Return (the compiler's command without the files, path of the library)."""
     variable, standard, *names = _COMPILERS[source.suffix]
     compiler = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
     if compiler is None:

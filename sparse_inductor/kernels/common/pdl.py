@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel starts while the preceding one ends. Compute capability 9.
 
-Until all kernels in front of the preceding one have ended, a kernel may access only memory that an earlier step of the
-call has used: replayed calls share memory on this condition (`recording.lifetimes`).
+Until all kernels before the preceding one have ended, a kernel may access only memory that an earlier step of the call
+has used. Memory sharing in replayed calls relies on this (`recording.lifetimes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USE_PDL = True
 
 
 def pdl_options(t: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
+    """Return the launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
     able = USE_PDL and capability(t.device)[0] >= 9
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 

@@ -1,4 +1,4 @@
-"""Places in one allocation for tensors that are not all used at the same time."""
+"""Placement in one allocation of tensors that are not all used at the same time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def placed(
     lifetimes: Sequence[tuple[int, int]],
     alignment: int,
 ) -> tuple[list[int], int]:
-    """(offset of each tensor, bytes of all together).
+    """Return (offset of each tensor, total size in bytes).
 
-    residues: of the offsets, modulo `alignment`. lifetimes: first and last step that uses the tensor. The largest
-    tensor is placed first, each at the lowest offset that is free during its lifetime.
+    residues: required offsets modulo `alignment`. lifetimes: first and last step that uses each tensor. Tensors are
+    placed from the largest to the smallest, each at the lowest offset that is free during its lifetime.
     """
     offsets = [0] * len(sizes)
     taken: list[tuple[int, int, int]] = []  # (begin, end, tensor), sorted

@@ -1,4 +1,4 @@
-"""A plan: the steps of a recorded call, and their repetition with the addresses of other tensors."""
+"""Plans: the steps of a recorded call, which are repeated with the addresses of other tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...compat.triton import KernelLaunch
 from . import launches
 from .launches import Address, LaunchList, Parameter, View
 
-# Alignment of scratch memory in bytes: kernels align their own buffers up to this. Results, and tensors that ATen is
-# given, are allocated separately.
+# Alignment of scratch memory in bytes. Tensors keep their recorded addresses modulo this, because kernels may align
+# parts of a buffer. Results and the arguments of ATen calls are allocated separately.
 PAGE = 1024
 
 
@@ -68,7 +68,7 @@ Step = Launch | Zeros | Product | Call
 
 
 def relocated(a: Any, moved: Callable[[Address], Address]) -> Any:
-    """Steps, or a part of them, with every address replaced by moved(address)."""
+    """Return steps, or a part of them, with every address replaced by moved(address)."""
     if isinstance(a, Address):
         return moved(a)
     if isinstance(a, KernelLaunch):
@@ -83,8 +83,8 @@ def relocated(a: Any, moved: Callable[[Address], Address]) -> Any:
 
 
 class Layouts(NamedTuple):
-    """The device, numbers of inputs and allocated tensors, bytes of scratch memory, and the layouts `of` the tensors at
-    all bases."""
+    """The device, the numbers of inputs and of allocated tensors, the bytes of scratch memory, and `of`: the layout of
+    the tensor at each base (see `recording.Recording`)."""
 
     device: torch.device
     inputs: int
@@ -117,7 +117,7 @@ class Plan:
     def _written(
         self, steps: Sequence[Step], layouts: Layouts
     ) -> list[Callable[[list[Any], list[int]], None]]:
-        """The steps as callables: one for each run of launches, one for each ATen call."""
+        """Return the steps as callables: one for each series of launches, one for each ATen call."""
         calls = [step for step in steps if isinstance(step, Call)]
         new = layouts.inputs + layouts.allocated + 1
         made = None
@@ -191,8 +191,8 @@ class _Again:
 def built(
     shape: Any, views: Sequence[View | None] | None, layouts: Layouts
 ) -> Callable[[list[Any]], Any]:
-    """A function from the tensors at the bases to `shape` with tensors in place of its views; if `views` is given, in
-    place of its indices into that."""
+    """Return a function that takes the tensors at the bases and returns `shape`, a nested structure, with its views
+    replaced by tensors. If `views` is given, `shape` contains indices into it instead of views."""
     if views is not None and type(shape) is Number:
         shape = views[shape]
     kind = type(shape)
@@ -214,7 +214,7 @@ def _has_views(args: Any) -> bool:
 
 
 def _seen(view: View, layouts: Layouts) -> Callable[[list[Any]], Tensor]:
-    """A function from the tensors at the bases to the view."""
+    """Return a function that takes the tensors at the bases and returns the view."""
     (base, offset), size, stride, dtype = view
     if layouts.of[base] == (size, stride, dtype) and not offset:
         return operator.itemgetter(base)

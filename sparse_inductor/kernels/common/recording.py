@@ -34,7 +34,7 @@ from .plan import (
     unplannable,
 )
 
-# Most bytes of memory that a replayed call allocates and does not return. It holds them until its end.
+# Maximum bytes that a replayed call allocates and does not return. The call holds this memory until it ends.
 MOST_SCRATCH = 1536 * 2**20
 
 _aten = torch.ops.aten
@@ -52,7 +52,7 @@ _ZEROS = {
     _aten.zeros_like.default,
     _aten.new_zeros.default,
 }
-# Matrix products that the C function makes, with their names in `launches`.
+# Matrix products that launches.c makes, with their names in `launches`.
 _PRODUCTS = {
     _aten.mm.default: "mm_out",
     _aten.mm.out: "mm_out",
@@ -62,14 +62,14 @@ _PRODUCTS = {
     _aten.addmm.out: "addmm_out",
     _aten.addmm_.default: "addmm_out",
 }
-# Operators whose results depend on dtypes alone, which are part of a plan's key.
+# Operators whose results depend only on dtypes, which are part of a plan's key.
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 _SIZES_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 class _Made(NamedTuple):
-    """A tensor that the call makes, and may free: its storage, which is not kept alive, its address, and the bytes of
-    the storage and of the tensor."""
+    """A tensor that the call makes and may free. storage: a weak reference. room, size: bytes of the storage and of the
+    tensor."""
 
     storage: weakref.ref[Any]
     address: int
@@ -79,11 +79,11 @@ class _Made(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """Records the steps of a call, in order.
+    """A dispatch mode that records the steps of a call, in order.
 
-    An address is an offset from a base. While recording, the bases are the inputs, then the tensors that the call
-    makes; in a finished plan the inputs, the tensors that are allocated one by one, the scratch memory, then the
-    tensors that ATen operators return.
+    An address is an offset from a base. During recording the bases are the inputs, then the tensors that the call
+    makes. In a finished plan they are the inputs, the tensors that are allocated individually, the scratch memory, then
+    the tensors that ATen operators return.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -92,10 +92,10 @@ class Recording(TorchDispatchMode):
         self._device = inputs[0].device
         self._stream = compat.raw_stream(self._device)
         self._made: list[_Made] = []
-        self._last_at: dict[int, int] = {}  # the last one of them by the address of its storage
-        self._results: set[int] = set()  # which of them an ATen operator returned
-        self._passed: set[int] = set()  # which of them an ATen operator was given
-        self._divided: set[int] = set()  # which of them were used from a later element on
+        self._last_at: dict[int, int] = {}  # storage address: index of the latest tensor
+        self._results: set[int] = set()  # indices of tensors that ATen operators returned
+        self._passed: set[int] = set()  # indices of tensors passed to ATen operators
+        self._divided: set[int] = set()  # indices of tensors used at a non-zero offset
         self._steps: list[Step] = []
         here = all(t.device == self._device or t.is_pinned() for t in inputs)
         self._why = "" if here else "several devices"
@@ -151,7 +151,7 @@ class Recording(TorchDispatchMode):
         self._steps.append(call)
 
     def _multiplies(self, name: str, args: Any, out: Tensor) -> bool:
-        """Record a matrix product as a step of the C function; False if that cannot make it."""
+        """Record a matrix product as a step of launches.c. Return False if launches.c cannot make it."""
         if not launches.available() or compat.product_functions(self._device.type, name) is None:
             return False
         if not self._known(out):
@@ -196,13 +196,11 @@ class Recording(TorchDispatchMode):
             kernel = kernel_launch(compiled, grid)
             given = [self._placed(a) for a in kernel_parameters(compiled, args)]
             self._steps.append(Launch(kernel, given))
-        except (
-            Exception
-        ) as why:  # the launch itself has been made: an error here ends the recording only
+        except Exception as why:  # the launch has been made: an error here only ends the recording
             self._give_up(f"{compiled.name}: {why}")
 
     def _placed(self, a: Any) -> Parameter:
-        """A launch's argument, with an address instead of a tensor."""
+        """Return a launch's argument, with an address instead of a tensor."""
         if isinstance(a, tuple):
             base, like = a
             return TensorMap(self._locate(base) or unplannable("an empty descriptor"), like)
@@ -218,12 +216,12 @@ class Recording(TorchDispatchMode):
         return given or self._made_at(storage) is not None
 
     def _made_at(self, storage: int) -> int | None:
-        """Which tensor made during the call has the storage at this address; None for one that has been freed."""
+        """Return the index of the tensor that the call made in the storage at this address; None if it was freed."""
         i = self._last_at.get(storage)
         return None if i is None or self._made[i].storage() is None else i
 
     def _locate(self, t: Tensor) -> Address | None:
-        """The address of the tensor's first element; None for an empty tensor."""
+        """Return the address of the tensor's first element; None for an empty tensor."""
         address = t.data_ptr()
         if address == 0:
             return None
@@ -240,11 +238,11 @@ class Recording(TorchDispatchMode):
             given = [i for i in given if self._inputs[i].data_ptr() == address]
         if not given:
             raise Unplannable("a tensor from elsewhere")
-        # Any of the inputs at this address: which inputs share one is part of the plan's key.
+        # Any input at this address will do, because the plan's key records which inputs share an address.
         return Address(given[0], address - self._inputs[given[0]].data_ptr())
 
     def plan(self, result: Any) -> Plan:
-        """The plan of the recorded call, which returned `result`. Raises Unplannable."""
+        """Return the plan of the recorded call, which returned `result`. Raises Unplannable."""
         if self._why or not self._steps:
             raise Unplannable(self._why or "nothing is launched")
         returned: list[View | None] = []
@@ -254,7 +252,7 @@ class Recording(TorchDispatchMode):
         if len(set(own)) != len(own):
             raise Unplannable("two results share memory")
         allocated = [i for i in own if i not in self._results]
-        # ATen takes tensors: a view of the scratch memory takes more host time than an allocation.
+        # ATen operators take tensors. Creating a view of the scratch memory takes more host time than an allocation.
         single = {i for i in self._passed if i >= 0 and self._made[i].room == self._made[i].size}
         allocated += sorted(single - self._results - self._divided - {*allocated})
         results = sorted(self._results)
@@ -293,7 +291,7 @@ class Recording(TorchDispatchMode):
         return Plan(layouts, steps, built(shape, views, layouts))
 
     def _returned(self, result: Any, found: list[View | None]) -> Any:
-        """The result with tensors replaced by their index in `found`, which has None for an empty tensor."""
+        """Return the result with tensors replaced by indices into `found`, which receives None for empty tensors."""
         if isinstance(result, (tuple, list)):
             return type(result)(self._returned(r, found) for r in result)
         if result is None:
@@ -311,10 +309,10 @@ class Recording(TorchDispatchMode):
 
 
 def lifetimes(steps: Sequence[Step]) -> dict[int, tuple[int, int]]:
-    """By base, the first and the last step during which it is in use.
+    """Return for each base the first and the last step during which it is in use.
 
-    A kernel with programmatic dependent launch may write to new memory while the step before it runs, but not before
-    all steps in front of that one have ended (`pdl`).
+    A kernel with programmatic dependent launch may write to new memory while the preceding step runs, but only after
+    all steps before that one have ended (`pdl`).
     """
     found: dict[int, tuple[int, int]] = {}
     for n, step in enumerate(steps):

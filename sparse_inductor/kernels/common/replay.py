@@ -1,11 +1,11 @@
 """Replay of an operator's call: from the third call on, it is repeated without the Python code that plans it.
 
-Checks, plans, allocations and views take 0.1 to 0.5 ms of host time per call, more than the kernels of a small batch.
-None of it depends on the values of the tensors. So the second call with the same shapes, strides, dtypes, alignments
-and options is recorded as a plan: its allocations, launches and ATen calls. Later calls repeat the plan with the
-addresses of the new tensors. Memory that is not returned comes from one allocation, in which tensors with disjoint
-lifetimes share memory (`placement`), and one C function makes all launches and matrix products between two other ATen
-calls (`launches`).
+Checks, planning, allocations and views take 0.1 to 0.5 ms of host time per call, more than the kernels of a small
+batch. None of this depends on the values of the tensors, so the second call with the same shapes, strides, dtypes,
+alignments and options is recorded as a plan: its allocations, launches and ATen calls. Later calls repeat the plan with
+the addresses of the new tensors. Memory that is not returned comes from one allocation, in which tensors with disjoint
+lifetimes share memory (`placement`). A single call of a C function makes all launches and matrix products between two
+other ATen calls (`launches`).
 
 A call that does anything else (reads a number from the GPU, uses another stream or a tensor from an earlier call) is
 not recorded and always runs its Python code; so does a call that needs more than `MOST_SCRATCH`.
@@ -31,10 +31,11 @@ from .recording import Recording
 
 log = logging.getLogger(__name__)
 
-# Most plans, some kilobytes each; a program of more shapes starts over.
+# Maximum number of plans, of some kilobytes each. When it is reached, all plans are dropped.
 MOST_PLANS = 1024
 
-# By operator and everything that its launches depend on: a plan, _ONCE after the first call, None if not replayable.
+# Keyed by operator and everything that its launches depend on. Values: a plan, _ONCE after the first call, or None if
+# the call is not replayable.
 _plans: dict[Hashable, Any] = {}
 _ONCE = object()
 _one_at_a_time = threading.Lock()
@@ -52,7 +53,7 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the device function of an operator, whose calls are then replayed.
 
     Its arguments are tensors, None, numbers, strings, dtypes and lists of these; it returns new tensors, None, or
-    tuples and lists of them. Its control flow may depend on the arguments' layouts and `compat.launch_settings` alone.
+    tuples and lists of them. Its control flow may depend only on the arguments' layouts and `compat.launch_settings`.
     """
 
     last: tuple[list[Hashable], Any] = [], None
@@ -64,7 +65,7 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
         if not inputs:
             return fn(*args)
         before = last
-        if before[0] == key and before[1].current:  # the layers of a model are alike
+        if before[0] == key and before[1].current:  # usual: the layers of a model have equal shapes
             plan = before[1]
         else:
             settled = (fn, *key)
@@ -82,8 +83,8 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _again(
     plan: Plan, inputs: Sequence[Tensor], addresses: list[int], fn: Callable[..., Any], args: Any
 ) -> Any:
-    """The result of a planned call fn(*args). Where there is no memory for all of its scratch at once, the Python code
-    runs, which allocates tensor by tensor."""
+    """Return the result of a planned call fn(*args). If memory does not suffice for all scratch at once, run the Python
+    code, which allocates one tensor at a time."""
     try:
         return plan.run(inputs, addresses)
     except torch.OutOfMemoryError:
@@ -98,7 +99,7 @@ def _first(
     found: Any,
     inputs: list[Tensor],
 ) -> Any:
-    """A call without a plan. found: _ONCE if it is the second call, which is recorded."""
+    """Make a call that has no plan. found: _ONCE if this is the second call, which is recorded."""
     if found is _ONCE:
         return _record(fn, args, key, inputs)
     if key not in _plans:
@@ -111,7 +112,7 @@ def _first(
 
 
 def _described(args: Sequence[Any]) -> tuple[list[Hashable], list[Tensor], list[int]]:
-    """(everything that the launches depend on, the tensors, their addresses)."""
+    """Return (everything that the launches depend on, the tensors, their addresses)."""
     key: list[Hashable] = [compat.launch_settings()]
     inputs: list[Tensor] = []
     addresses: list[int] = []
@@ -122,8 +123,8 @@ def _described(args: Sequence[Any]) -> tuple[list[Hashable], list[Tensor], list[
 
 
 def _shared(addresses: list[int]) -> tuple[int, ...]:
-    """For each input the index of the first one at the same address (as of a weight that is given twice); () if all
-    addresses differ."""
+    """Return for each input the index of the first input at the same address, such as a weight that is passed twice; ()
+    if all addresses differ."""
     there = [a for a in addresses if a]
     return tuple(map(addresses.index, addresses)) if len({*there}) < len(there) else ()
 
@@ -148,9 +149,9 @@ def _describe(
 class Site:
     """A call site in generated code, where only the tensors' addresses and values differ from call to call.
 
-    fn: as for `replayed`. kept: trailing arguments that are the same at every call, tensors' addresses included.
-    Once there is a plan, the plan is not looked up again: only the alignment of the addresses, aliasing, and the launch
-    settings are checked.
+    fn: as for `replayed`. kept: trailing arguments that are the same at every call, including tensors' addresses. Once
+    the site has a plan, it does not look it up again and checks only the alignment of the addresses, aliasing, and the
+    launch settings.
     """
 
     def __init__(self, fn: Callable[..., Any], kept: Sequence[Any] = ()) -> None:
@@ -196,7 +197,7 @@ class Site:
 
 
 def _tensors_in(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors among arguments, in the order of `_describe`."""
+    """Return the tensors among arguments, in the order of `_describe`."""
     found: list[Tensor] = []
     for a in args:
         if isinstance(a, Tensor):

@@ -12,7 +12,7 @@ GROUP = 8
 
 @triton.jit
 def tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr = GROUP):
-    """(row tile, column tile) of the t-th tile."""
+    """Return (row tile, column tile) of the t-th tile."""
     group = t // (GROUP * tiles_n)
     r = t % (GROUP * tiles_n)
     size = tl.minimum(GROUP, tiles_m - group * GROUP)

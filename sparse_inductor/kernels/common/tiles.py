@@ -1,7 +1,7 @@
 """The table of tile sizes of the portable kernels, each with its reason.
 
 To tune a kernel for another GPU, insert a row with that architecture in front of the kernel's rows: the first row that
-fits is used. Hopper's own kernels (`hopper.py` of each family) choose their tiles beside their code.
+fits is used. Kernels for Hopper (`hopper.py` of each family) define their own tiles.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Row:
     """One tile.
 
     kernel: the family, or "family/kernel". when: facts that must hold, such as "fp32" (else 16 bits). width: largest
-    head dimension (entmax attention). arch: such as "sm120", or "" for all. kib: least shared memory of the GPU, in
-    KiB.
+    head dimension (entmax attention). arch: such as "sm120", or "" for all. kib: minimum shared memory of the GPU,
+    in KiB.
     """
 
     kernel: str
@@ -59,7 +59,7 @@ def _matmul(BM: int, BN: int, BK: int, warps: int, stages: int) -> dict[str, int
 
 
 _FP32, _EXACT, _STEPS = frozenset({"fp32"}), frozenset({"fp32", "ieee"}), frozenset({"steps"})
-# Tiles of operands beside the scores: a bias, a mask or an alpha that differs from row to row.
+# "busy": a bias, a mask or an alpha that differs from row to row needs tiles in addition to the scores.
 _BUSY, _ALPHA = frozenset({"busy"}), frozenset({"alpha", "not busy"})
 
 TILES: tuple[Row, ...] = (
@@ -95,8 +95,8 @@ TILES: tuple[Row, ...] = (
     Row("entmax_attention", _attention(32, 32, 4, 1), when=_FP32),
     Row("entmax_attention/bias", _attention(64, 64, 8, 1), width=128),
     Row("entmax_attention/bias", _attention(64, 32, 8, 1)),
-    # A product that another takes in gives each warp 16 rows of its own: of 64 rows four warps have some, and four more
-    # would do the same work again.
+    # If a product is the operand of another product, each warp computes 16 rows. 64 rows occupy four warps; four more
+    # would repeat their work.
     Row("entmax_attention/threshold", _attention(128, 64, 8, 3), when=_BUSY, width=64),
     Row(
         "entmax_attention/threshold", _attention(128, 64, 8, 3, 128), width=64,
@@ -123,7 +123,7 @@ TILES: tuple[Row, ...] = (
     Row("entmax_attention/solve", _attention(64, 64, 4, 2), width=128),
     Row("entmax_attention/rows", _attention(128, 32, 8, 2), width=128),
     Row("entmax_attention/keys", _attention(64, 64, 8, 2), width=128),
-    # 32 KiB a tile of 64 keys or rows: one stage of each of four operands
+    # A tile of 64 keys or rows takes 32 KiB, so that one stage of each of four operands fits.
     Row("entmax_attention/threshold", _attention(64, 64, 8, 2)),
     Row("entmax_attention/output", _attention(64, 64, 8, 1)),
     Row("entmax_attention/rows", _attention(64, 32, 8, 1)),
@@ -134,7 +134,7 @@ TILES: tuple[Row, ...] = (
 
 @functools.lru_cache(maxsize=1024)
 def row_of(kernel: str, device: torch.device, width: int = 0, *facts: str) -> Row:
-    """The first row of a kernel or its family that fits a CUDA device, a head dimension and the facts of a call.
+    """Return the first row of a kernel or its family that fits a CUDA device, a head dimension and the facts of a call.
 
     Raises KeyError if no row fits.
     """
@@ -155,5 +155,5 @@ def row_of(kernel: str, device: torch.device, width: int = 0, *facts: str) -> Ro
 def sizes_of(
     kernel: str, device: torch.device, width: int = 0, *facts: str
 ) -> dict[str, int | None]:
-    """The sizes of that row."""
+    """Return the sizes of the row that `row_of` returns."""
     return dict(row_of(kernel, device, width, *facts).sizes)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .launch import Launcher, launch
 from .pdl import USE_PDL
 
-# 128-byte runs of 16-bit elements on both sides.
+# Loads and stores of 16-bit elements access 128 consecutive bytes.
 TILE = 64
 
 
@@ -19,8 +19,8 @@ def _transpose_kernel(
 ):  # fmt: skip
     """out[n, first + m] = source[m, n], one tile per program.
 
-    BESIDE: run beside the end of the preceding kernel, which does not write the source. One program waits for that
-    kernel at its end, so that a kernel which waits for this one waits for both.
+    BESIDE: overlap the end of the preceding kernel, which does not write the source. One program waits for that kernel
+    before it exits, so that a kernel which waits for this one waits for both.
     """
     if BESIDE:
         tl.extra.cuda.gdc_launch_dependents()
@@ -52,13 +52,13 @@ def transpose(
 
 
 def buffered_rows(t: Tensor, most: int) -> int:
-    """How many rows like those of t [N, D], whole tiles of them, `most` bytes of a buffer have room for."""
+    """Return how many rows like those of t [N, D] fit `most` bytes, rounded down to tiles but at least one tile."""
     return max(1, most // (t.shape[1] * t.element_size() * TILE)) * TILE
 
 
 def row_major(t: Tensor, run: Launcher = launch, beside: bool = False) -> Tensor:
-    """t [N, D], or a copy of it, with unit stride along its rows. run: launches the kernel. beside: copy while the
-    preceding kernel ends, which triggers its dependents early and does not write t."""
+    """Return t [N, D], or a copy of it, with unit stride along its rows. run: launches the kernel. beside: copy while
+    the preceding kernel ends, which must trigger its dependents early and not write t."""
     if t.stride(1) == 1:
         return t
     out = t.new_empty(t.shape)

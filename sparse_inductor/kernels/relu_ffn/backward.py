@@ -1,7 +1,7 @@
 """Backward of the ReLU feed-forward block on a GPU: every gradient is a product with the same sparsity pattern.
 
 Row kernels compute the gradient of h at the active neurons, the gradients of both projections from it, and the gradient
-of x. The gradients of the weights are sums per neuron over lists of the tokens at which it is active
+of x. The gradients of the weights are sums over lists of the tokens for which each neuron is active
 (`relu_ffn.columns`). Overflow rows are recomputed densely.
 """
 
@@ -17,8 +17,8 @@ from . import few, forward, listed, popular, rows
 from .columns import TokenLists, sums_by_neuron
 from .forward import Block, Packed, chunks
 
-# Elements of each work tensor for overflow rows: at most 128 MiB at 16 bits. The gradient of x is rounded at each
-# chunk; without it, chunks are a quarter of [M, N], at least 32 MiB.
+# Maximum elements of each work tensor for overflow rows: 128 MiB at 16 bits. Chunks have this size because the gradient
+# of x is rounded after each of them. If it is not needed, a chunk is a quarter of [M, N], but at least 32 MiB.
 CHUNK = 1 << 26
 
 
@@ -32,8 +32,9 @@ def backward(
     needs: Sequence[bool],
     column_major: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of the statistic's weight; None where not
-    needed. column_major: which of the gradients of gate, up and down are laid out column-major."""
+    """Return the gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of the statistic's weight. Gradients
+    that are not needed are None. column_major: which of the gradients of gate, up and down are laid out
+    column-major."""
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
@@ -61,7 +62,7 @@ def backward(
     by_up = d_wu is not None or d_bu is not None
     by_down = d_wd is not None or d_weight is not None
 
-    # One kernel computes the gradients of both weights and biases, so that each needs a buffer.
+    # One kernel computes the gradients of both weights, so each needs a buffer even if only one is requested.
     into_gate = gate.new_empty(gate.shape) if d_wg is None else d_wg
     into_up = None if up is None else up.new_empty(up.shape) if d_wu is None else d_wu
     scale = None if d_stats is None or weight is None else d_stats[4]
@@ -97,7 +98,7 @@ def backward(
         weights = (into_gate, into_up) if by_gate or by_up else ()
         common.add_to(x, dy, weights, (d_bg, d_bu), d_table)
     rest = listed.Listed.of(packed.count, cap)
-    # Chunks of neurons, one after the other: the work tensors are large.
+    # Neurons are processed in chunks, which limits the size of the work tensors.
     most = CHUNK if dx is not None else max(CHUNK // 4, min(CHUNK, len(x) * N // 4))
     parts = chunks(N, len(x), most)
     room = len(x) * parts[0].stop
@@ -131,5 +132,5 @@ def backward(
 
 
 def _of(t: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    """What a tensor [N, ...] has for a range of neurons."""
+    """Return the part of a tensor [N, ...] for a range of neurons."""
     return None if t is None else t[part]

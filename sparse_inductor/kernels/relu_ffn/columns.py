@@ -1,6 +1,6 @@
-"""Sums over the tokens at which each neuron is active: the gradients of weights.
+"""Sums over the tokens for which each neuron is active: the gradients of the weights.
 
-The tokens of a neuron are listed by counting, in their order, so that sums are taken in the same order every time.
+A counting sort lists the tokens of each neuron in ascending order, so that sums are always taken in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .packing import popcount
 
 # Rows per word of the token masks.
 WORD = 32
-# Columns of a sum per program of one warp; the second if the width is not a multiple of the first.
+# Columns of a sum per program of one warp. The second is used if there are fewer than 1 024 columns and their number is
+# not a multiple of 512.
 WIDTHS = 512, 256
 # Bytes of column-major sums that are buffered before they are transposed: they stay in L2 (50 MB on an H100).
 BUFFER = 40 << 20
@@ -29,7 +30,7 @@ BUFFER = 40 << 20
 @triton.jit
 def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
     """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m. OR commutes: the result is
-    deterministic. count: None if every row has CAP."""
+    deterministic. count: None if every row has CAP entries."""
     m = tl.program_id(0)
     c = tl.full([], CAP, tl.int32)
     if count is not None:
@@ -86,8 +87,8 @@ def _place_kernel(
 @relaunched
 @triton.jit
 def _scan_kernel(total, start, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: start[n] = the sum of total before n. ends[n] = the number of pieces of PIECE tokens of the neurons
-    0 to n that have several, unless it is None."""
+    """One program writes start[n] = sum of total[:n] and, unless ends is None, ends[n] = the number of pieces of PIECE
+    tokens of the neurons 0 to n. Neurons with a single piece are not counted."""
     before, pieces_before = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for n0 in range(0, N, BLOCK):
         n = n0 + tl.arange(0, BLOCK)
@@ -101,8 +102,8 @@ def _scan_kernel(total, start, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr
 
 
 class TokenLists(NamedTuple):
-    """The tokens of each neuron n: entry[start[n] + j], j < total[n], is the place of the j-th one in the packed
-    form."""
+    """The tokens of each neuron n: entry[start[n] + j], j < total[n], is the position of the j-th token's entry in the
+    packed form."""
 
     entry: torch.Tensor
     start: torch.Tensor
@@ -117,9 +118,9 @@ class TokenLists(NamedTuple):
         ends: torch.Tensor | None = None,
         piece: int = 1,
     ) -> TokenLists:
-        """The lists for packed rows: count [M], None if all are full; index [M, cap] into N neurons.
+        """Return the lists for packed rows: count [M], None if all are full; index [M, cap] into N neurons.
 
-        ends: receives the number of pieces of `piece` tokens of each neuron that has several, and of all before it.
+        ends: receives the cumulative numbers of pieces of `piece` tokens, see `_scan_kernel`.
         """
         M, cap = index.shape
         words = triton.cdiv(M, WORD)
@@ -147,14 +148,15 @@ def sum_entries(
     entry, first, count, x, value_a, value_b, scale, d, D, stride,
     CAP: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the `count` entries from `first` on: (of value_a * x[row, d]; of value_a, times scale[row] unless scale
-    is None; of value_b * x[row, d]; of value_b). row is entry // CAP. The last two are 0 if value_b is None."""
+    """Return four sums over the `count` entries from `first` on: of value_a * x[row, d]; of value_a, multiplied by
+    scale[row] unless scale is None; of value_b * x[row, d]; of value_b. row is entry // CAP. The last two are 0 if
+    value_b is None."""
     r = tl.arange(0, FLIGHT)
     total_a, total_b = tl.zeros([d.shape[0]], tl.float32), tl.zeros([d.shape[0]], tl.float32)
     side_a, side_b = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     at = tl.load(entry + first + tl.minimum(r, tl.maximum(count - 1, 0)))
     for e in tl.range(0, count, FLIGHT, num_stages=1):
-        # The next entries are loaded before the rows of these arrive; behind the end, the last one again.
+        # The next entries are loaded before the current rows arrive. Past the end, the last entry is loaded again.
         then = tl.load(entry + first + tl.minimum(e + FLIGHT + r, count - 1))
         row = (at // CAP).to(tl.int64)
         source = x + row[:, None] * stride + d[None, :]
@@ -175,7 +177,7 @@ def sum_entries(
 
 
 def sum_options(x: torch.Tensor) -> dict[str, Any]:
-    """Constants of a kernel that sums rows of x."""
+    """Return the constants of a kernel that sums rows of x."""
     D = x.shape[1]
     wide, narrow = WIDTHS
     width = gather.width(D, narrow if D % wide and 2 * wide > D else wide, not x.is_cuda)
@@ -189,8 +191,9 @@ def _by_neuron_kernel(
     D, stride_x, stride_a, stride_b,
     CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, part) writes out_a[n, part] = the sum over the neuron's tokens of value_a * x[token], and likewise
-    out_b and the sums of the values, bias_a and bias_b, unless those are None. scale: see `sum_entries`."""
+    """Program (n, part) writes out_a[n, part] = the sum of value_a * x[token] over the neuron's tokens. out_b is the
+    same for value_b; bias_a and bias_b are the sums of the values. All but out_a may be None. scale: see
+    `sum_entries`."""
     n = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     sum_a, side_a, sum_b, side_b = sum_entries(
@@ -210,8 +213,8 @@ def _by_neuron_kernel(
 def sums_by_neuron(
     lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None, scale=None
 ) -> None:  # fmt: skip
-    """out[n] = the sum over the tokens of neuron n of value * x[token], bias[n] = the sum of the values (of `a` times
-    `scale`), for the values a and, unless it is None, b. out: [N, D], row-major or column-major."""
+    """Write out[n] = the sum of value * x[token] over the tokens of neuron n, and bias[n] = the sum of the values (for
+    `a`, of a * scale). The values are a and, unless it is None, b. out: [N, D], row-major or column-major."""
     N, D, options = len(lists.total), x.shape[1], sum_options(x)
     outs = [t for t in (out_a, out_b) if t is not None]
     step = N

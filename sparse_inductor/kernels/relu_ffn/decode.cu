@@ -1,5 +1,5 @@
-// The down projection of one token by words of neurons: see decode.py. A warp finds the active neurons with a vote, so that
-// it can load their weights without waiting for other warps.
+// The down projection of one token, see decode.py. Each warp finds active neurons with a warp vote, so that it can load
+// their weights without waiting for other warps.
 //
 // Constants: WARPS and OUTPUTS per block; IS_BF16, bfloat16 or fp16; HAS_BIAS; HAS_RESIDUAL; PDL.
 
@@ -18,9 +18,9 @@ __device__ float across_slots(float sum) {
 // A block computes OUTPUTS outputs: sums of hidden activations times the weights of a row, over the non-zero activations in
 // groups of 8. An inactive neuron adds nothing, even if its weight is inf or NaN.
 //
-// A warp processes two words of groups, then the next two behind all warps' words. The bits of a word say which groups have
-// a non-zero activation; slot s takes the s-th of these groups, with a lane per row, until none is left. Sums are taken in a
-// fixed order.
+// A warp processes two words of groups at a time, and then the next two after the words of all warps. A bit of a word is
+// set if its group has a non-zero activation. Slot s takes the s-th of these groups, with one lane per output, until none
+// is left. Sums are taken in a fixed order.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     down_projection(const uint4* hidden, const u16* down, const u16* bias, const u16* residual, u16* out, u32 groups,
                     u32 word, u32 D, u32 stride, u32 residual_stride, void*, void*) {
@@ -70,6 +70,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     float y = sums[lane];
     for (u32 at = lane + 32; at < WARPS * OUTPUTS; at += 32) y += sums[at];
     y = across_slots(y) + b;
-    if (HAS_RESIDUAL) y = to_float<IS_BF16>(from_float<IS_BF16>(y)) + r;  // the linear's own rounding
+    if (HAS_RESIDUAL) y = to_float<IS_BF16>(from_float<IS_BF16>(y)) + r;  // round as the linear does
     if (lane < OUTPUTS && output < D) out[output] = from_float<IS_BF16>(y);
 }

@@ -1,9 +1,9 @@
-"""The ReLU feed-forward block for a few tokens, whose time is that of reading the weights.
+"""The ReLU feed-forward block for a few tokens, which is limited by reading the weights.
 
-One token: the first kernel reads the gate weights and then the up weights of the active neurons; the second one reads
-the active columns of the down weights in place, without a transposed copy, by words of neurons (decode.cu) if their
-dtype and alignment allow it. A few tokens: the up weights are read only for neurons that are active in any token, the
-down weights all, since sixteen tokens leave few columns unused.
+One token: the first kernel reads the gate weights and then the up weights of the active neurons. The second kernel
+reads the active columns of the down weights in place, without a transposed copy; it is decode.cu if dtype and alignment
+of the weights allow it. A few tokens: the up weights are read only for neurons that are active for any token. All down
+weights are read, because sixteen tokens leave few columns unused.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ..common.launch import relaunched
 from ..common.pdl import pdl_options, wait_for_previous
 from ..common.tma import tma_addressable
 
-# Gate and up projections of one token: (neurons, warps) per program. Programs are small, so that one that waits for its
-# up rows delays no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps take 10.5).
+# Gate and up projections of one token: (neurons, warps) per program. Programs are small, so that waiting for up rows
+# does not delay other neurons (8.1 us at K = 2 048, N = 5 632; four neurons and four warps take 10.5).
 ONE_UP = (1, 4)
-# Down projection of one token: (outputs, groups of neurons in flight, warps) per program. Few outputs, so that many
+# Down projection of one token: (outputs, groups of neurons in flight, warps) per program. Outputs are few, so that many
 # programs load at the same time: a token of 28 layers takes 1.47 ms, with 16 outputs 1.57 ms (H200).
 ONE_DOWN = (8, 128, 8)
-# Most groups with an active neuron that are listed; each costs a sector of memory per output.
+# Maximum number of listed groups with an active neuron; each costs a sector of memory per output.
 MOST_LISTED = 256
 # Neurons per group: 16 bytes of a row of the down weights.
 GROUP = 8
-# The same by words of neurons (decode.cu): (outputs, warps) per block. It saves 0.9 us with 1 % of 5 632 neurons
-# active, 3.9 us with half of them (H200).
+# Down projection of one token by decode.cu: (outputs, warps) per block. It saves 0.9 us if 1 % of 5 632 neurons are
+# active, and 3.9 us if half of them are (H200).
 ONE_DOWN_WORDS = (4, 16)
 words_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "down_projection", __name__)
 # Projections of a few tokens: (neurons per program, depth, warps, stages); down projection: (outputs per program,
 # depth, parts of the sum, warps, stages).
 FEW_UP = (64, 128, 4, 4)
 FEW_DOWN = (16, 256, 4, 1, 3)
-# Most tokens of one pass over the weights: the narrow side of a 16-bit tensor-core product.
+# Maximum tokens of one pass over the weights: the narrow side of a 16-bit tensor-core product.
 TOKENS = 32
 
 
 def applies(x: torch.Tensor, b: Any) -> bool:
     """Whether these kernels compute the call.
 
-    Several tokens in fp32 are left to cuBLAS, since tensor cores would round the factors.
+    Several tokens in fp32 are left to cuBLAS, because tensor cores would round the factors.
     """
     if b.gate.stride(1) != 1 or (b.up is not None and b.up.stride(1) != 1):
         return False
@@ -76,8 +76,8 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """A program computes h of BN neurons of one token: it reads BN gate rows, and the up rows of the active neurons.
 
-    PDL: the kernel starts before the preceding one has ended. All loads follow the wait, since the preceding kernel may
-    write the weights.
+    PDL: the kernel starts before the preceding one has ended. All loads follow the wait, because the preceding kernel
+    may write the weights.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < N
@@ -96,9 +96,8 @@ def _gate_up_kernel(
         g += tl.sum(w.to(tl.float32) * v[None, :], 1)
     if HAS_GATE_BIAS:
         g += tl.load(gate_bias + row, mask=in_n, other=0.0).to(tl.float32)
-    g = g.to(out.dtype.element_ty).to(
-        tl.float32
-    )  # the linear's own rounding, which decides at the zero threshold
+    # Round as the linear does: the rounded number is compared with the threshold.
+    g = g.to(out.dtype.element_ty).to(tl.float32)
     active = in_n & ~(g <= tl.full([], THRESHOLD, tl.float32))
     h = evaluate(g, F_STEPS)
     if GATED and tl.max(active.to(tl.int32), 0) > 0:
@@ -176,7 +175,7 @@ def _down_kernel(
     if HAS_BIAS:
         y += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        y = y.to(out.dtype.element_ty).to(tl.float32)  # the linear's own rounding
+        y = y.to(out.dtype.element_ty).to(tl.float32)  # round as the linear does
         y += tl.load(residual + d * stride_r, mask=in_d, other=0.0).to(tl.float32)
     tl.store(out + d, y.to(out.dtype.element_ty), mask=in_d)
 
@@ -200,7 +199,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None
 
 
 def by_words(h: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether decode.cu computes the down projection: 16-bit weights [D, N] whose rows are whole 16-byte groups."""
+    """Whether decode.cu computes the down projection: 16-bit weights [D, N] with rows of whole 16-byte groups."""
     return (
         h.is_cuda
         and h.element_size() == 2
@@ -252,7 +251,7 @@ def _rows_by_tokens(
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """table[row] @ x[token]^T over columns start to end, [BN, BM]; rows outside in_row are not read."""
+    """Return table[row] @ x[token]^T over columns start to end, [BN, BM]; rows outside in_row are not read."""
     total = tl.zeros([BN, BM], tl.float32)
     for k0 in tl.range(start, end, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
@@ -277,8 +276,8 @@ def _projections_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes h [M, N] for BN neurons: it reads their gate rows, and the up rows of those active in any
-    token.
+    """A program computes h [M, N] for BN neurons: it reads their gate rows, and the up rows of neurons that are
+    active for any token.
 
     The first program clears `arrived` [TILES], the counters of the next kernel.
     """
@@ -295,9 +294,8 @@ def _projections_kernel(
     )  # fmt: skip
     if HAS_GATE_BIAS:
         g += tl.load(gate_bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    g = g.to(out.dtype.element_ty).to(
-        tl.float32
-    )  # the linear's rounding decides at the zero threshold
+    # Round as the linear does: the rounded number is compared with the threshold.
+    g = g.to(out.dtype.element_ty).to(tl.float32)
     active = in_n[:, None] & in_m[None, :] & ~(g <= tl.full([], THRESHOLD, tl.float32))
     h = evaluate(g, F_STEPS)
     if GATED:

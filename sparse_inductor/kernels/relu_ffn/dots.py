@@ -1,5 +1,5 @@
-"""Dot products of packed rows with the table rows of their active neurons: with the up projection they give h, in the
-backward with the down projection its gradient. See `relu_ffn.gather`."""
+"""Dot products of packed rows with the table rows of their active neurons. With the up projection they yield h; with
+the down projection, in the backward pass, they yield the gradient of h. See `relu_ffn.gather`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .packing import n_listed, pieces_of
 
 # Columns of a row per warp.
 DOT_COLUMNS = 1024
-# Upper bound in bytes for the dot products of slices before they are added.
+# Maximum bytes of the partial dot products of slices, before they are added.
 SLICE_SUMS = 256 << 20
-# Listed pieces of the longest row per program, where the table is cut into slices: one slice's programs are many more
-# than run at a time, so that few of them run beside the next slice's.
+# Listed pieces per program if the table is cut into slices, for rows of maximum length. A slice then has many more
+# programs than run at a time, so that few of them overlap with the next slice.
 PIECES_SLICED = 8
 # `gradients` distributes a row's entries over programs in stripes of STRIPE entries.
 STRIPE = 32
 PROGRAMS = 4
 PROGRAMS_MANY = 2
-# Columns of a row that are loaded at a time where a whole padded row would waste too many registers.
+# Columns of a row that are loaded at a time if a whole padded row would waste too many registers.
 NARROW = 256
 
 
@@ -40,7 +40,7 @@ def _one_slice(table: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _slices(table: torch.Tensor) -> tuple[int, int, int]:
-    """(slices, columns held at once, warps) for a table: one slice if the table stays in L2."""
+    """Return (slices, columns held at once, warps) for a table: one slice if the table stays in L2."""
     if table.nbytes <= gather.RESIDENT:
         return _one_slice(table)
     K = table.shape[1]
@@ -49,8 +49,8 @@ def _slices(table: torch.Tensor) -> tuple[int, int, int]:
 
 
 def follows(x: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether `weighted_rows`, launched next, may process each row as soon as `dots` of tokens x and this table has
-    computed it: then all of `dots`' programs run before the first of the next kernel, and compute whole dot
+    """Whether `weighted_rows`, launched next, may process each row as soon as `dots` has computed it for tokens x and
+    this table. This requires that all programs of `dots` start before the next kernel and compute whole dot
     products."""
     return pdl_options(x)["PDL"] and _slices(table)[0] == 1
 
@@ -66,7 +66,7 @@ def _dot_block(
     x, token, table, id, stride_t, K,
     WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[R] dot products of the token at `x` with table rows `id`, fp32.
+    """Return the [R] dot products of the token at `x` with table rows `id`, fp32.
 
     EVEN: K is a multiple of WIDTH. ONE: a row is one WIDTH, and `token` is all of the token.
     """
@@ -88,7 +88,7 @@ def _dot_block(
 
 @triton.jit
 def _own_entries(c, p, programs, PIECE: tl.constexpr):
-    """Number of the c entries that lie in pieces p, p + programs, p + 2 * programs, ...; the last piece may be
+    """Return the number of the c entries in pieces p, p + programs, p + 2 * programs, ...; the last piece may be
     short."""
     pieces = tl.cdiv(c, PIECE)
     own = tl.cdiv(pieces - p, programs)
@@ -101,7 +101,7 @@ def _hidden_of(
     g, u, valid, id, at, bias, ups,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """h of the entries at `at`, of neurons `id`, from their gates g and dot products u. KEEP: store u in `ups`."""
+    """Return h of the entries at `at`, of neurons `id`, from gates g and dot products u. KEEP: store u in `ups`."""
     if HAS_BIAS:
         u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
     if KEEP:
@@ -124,8 +124,8 @@ def _dots_kernel(
     for each neuron.
 
     SLICED: compute x . up over one slice of WIDTH columns only (slice number `slice` + program_id(1)) and store it in
-    `out` [slices, M, CAP]; AGAIN: add it to the values there. WHOLE: `gates` is the projection [M, N] instead of the
-    entries' gates. ready: counter per row of the entries that are done.
+    `out` [slices, M, CAP]; AGAIN: add it to the values in `out`. WHOLE: `gates` is the projection [M, N] instead of the
+    entries' gates. ready: a counter of the finished entries per row.
     """
     wait_for_previous(PDL)
     if SLICED:
@@ -140,7 +140,7 @@ def _dots_kernel(
     for i in range(first, end, step):
         m, piece = piece_at(pieces, i, listers, PIECES, LISTS)
         start = piece * PIECE
-        # All loads are issued together: places behind the row's end are loaded, but not used.
+        # All loads are issued together: positions past the row's end are loaded, but not used.
         c = tl.load(count + m)
         ahead = tl.load(index + m * CAP + start + r).to(tl.int32)
         mine = (c <= CAP) & some
@@ -150,8 +150,8 @@ def _dots_kernel(
         if start < c:
             token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
             last = c - 1
-            # The next neurons are loaded before the weights of these arrive; behind the end, a valid row is loaded
-            # again, since masks cost more.
+            # The next neurons are loaded before the current weights arrive. Past the end, a valid row is loaded again,
+            # because masks cost more.
             after = tl.where(start + r < c, ahead, 0)
             for e in tl.range(start, c, FLIGHT, num_stages=STAGES):
                 id = after.to(tl.int64)
@@ -261,7 +261,7 @@ def dots(
 def slopes(
     g, u, dh, da_extra, dh_extra, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
 ):
-    """(d gate, d up, h) of active neurons from their projections and the gradient of h.
+    """Return (d gate, d up, h) of active neurons from their projections and the gradient of h.
 
     da_extra, dh_extra: the gradients of |f(gate)| and |h| that statistics add.
     """
@@ -299,7 +299,7 @@ def _gradients_kernel(
     EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A program computes h and the gradients of both projections for some pieces of a row."""
-    p = tl.num_programs(1) - 1 - tl.program_id(1)  # pieces that only long rows have start first
+    p = tl.num_programs(1) - 1 - tl.program_id(1)  # pieces that exist only in long rows start first
     start = p * PIECE
     r = tl.arange(0, FLIGHT)
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
@@ -357,7 +357,7 @@ def gradients(
     piece, flight = 8 if not dy.is_cuda else STRIPE, FLIGHT
     programs, options = PROGRAMS if M <= 16384 else PROGRAMS_MANY, gather.limited(dy)
     if wide * 3 > D * 4:
-        # More than a quarter of a row held at once would be padding (145 us for 186 at D = 2 304).
+        # More than a quarter of a row in registers would be padding. At D = 2 304 this takes 145 us instead of 186.
         wide, warps, piece, flight, programs, options = min(wide, NARROW), 1, 8, 8, 8, {}
     programs = min(triton.cdiv(cap, piece), programs)
     _gradients_kernel[(M, programs)](

@@ -1,5 +1,5 @@
-"""Feed-forward blocks of few rows: dense cuBLAS products with one elementwise kernel between them; nothing is
-packed."""
+"""Feed-forward blocks of few rows, computed by dense cuBLAS products with one elementwise kernel between them. No rows
+are packed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _projections(x: torch.Tensor, b: Block) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def forward(x: torch.Tensor, b: Block) -> torch.Tensor:
-    """y [M, D] of tokens x [M, K]."""
+    """Return y [M, D] of tokens x [M, K]."""
     h, up = _projections(x, b)
     _launch(_hidden_kernel, (h, up), b)
     return F.linear(h, b.down, b.down_bias)
@@ -106,9 +106,9 @@ def forward(x: torch.Tensor, b: Block) -> torch.Tensor:
 def backward(
     dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool], column_major: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias and None for the statistic's weight; None where not
-    needed. column_major: which of the gradients of gate, up and down are laid out column-major. Recomputes the
-    projections."""
+    """Return the gradients of x, gate, gate_bias, up, up_bias, down, down_bias, and None for the statistic's weight.
+    Gradients that are not needed are None. column_major: which of the gradients of gate, up and down are laid out
+    column-major. Recomputes the projections."""
     g, u = _projections(x, b)
     h = torch.mm(dy, b.down)
     _launch(_slopes_kernel, (g, u, h), b)

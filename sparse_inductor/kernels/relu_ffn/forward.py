@@ -1,9 +1,10 @@
 """Forward of the ReLU feed-forward block on a GPU.
 
 The gate projection is a dense matrix product; on Hopper its kernel also writes a bitmask of the active neurons,
-elsewhere the result is scanned once. Every row's active neurons are packed, and rows with too many of them are listed.
-Packed rows read only their neurons' rows of the up and down weights; listed rows take dense tile products. The device
-decides which row is which, so that a call has the same sequence of launches for every input.
+elsewhere the result is scanned once. The active neurons of each row are packed; a row with too many of them is listed
+instead. Packed rows read only the rows of the up and down weights that belong to their active neurons. Listed rows are
+computed by dense tile products. The device decides which rows are listed, so that the sequence of launches is the same
+for every input.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from . import decode, few, hopper, listed, popular, rows, statistics
 from . import dots as dot_rows
 from . import packing as packer
 
-# Elements of the gate projection per chunk: 2 GiB at 16 bits. Every chunk waits for its longest row: 131 072 tokens in
-# two chunks take 2 % longer than in one.
+# Elements of the gate projection per chunk: 2 GiB at 16 bits. Every chunk waits for its longest row, so that 131 072
+# tokens take 2 % longer in two chunks than in one.
 CHUNK = 1 << 30
-# Rows, and gates, up to which dense products are used. If rows are not sparse, the few tiles of the listed rows'
-# products fill the GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to
-# 0.89x the speed at 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). If rows are sparse, this forgoes up
-# to 1.3x, in training 1.4x.
+# Dense products are used for at most FEW rows, or at most FEW_GATES gates (rows x neurons). If rows are not sparse, the
+# tiles of the listed rows' products are too few to fill the GPU, and the block would take up to a third longer (H200,
+# half the gates active: 0.76x to 0.89x the speed at 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). If
+# rows are sparse, dense products forgo a speedup of up to 1.3x, in training 1.4x.
 FEW = 1664
 FEW_GATES = 9 << 20
 
@@ -93,7 +94,7 @@ class Statistics(Protocol):
 
 
 def is_few(M: int, N: int) -> bool:
-    """Whether M rows of N gates are computed by dense products, if no statistics are wanted."""
+    """Whether M rows of N gates are computed by dense products, provided that no statistics are requested."""
     return M <= FEW or M * N <= FEW_GATES
 
 
@@ -114,9 +115,9 @@ def forward(
     residual: torch.Tensor | None = None,
     neurons: int = 0,
 ) -> torch.Tensor:
-    """y [M, D] of tokens x [M, K], plus `residual` [M, D]; writes `stats` and `packed` unless they are None.
+    """Return y [M, D] of tokens x [M, K], plus `residual` [M, D]. Writes `stats` and `packed` unless they are None.
 
-    cap: entries of a packed row. neurons: number of popular neurons, 0 for none.
+    cap: maximum entries of a packed row. neurons: number of popular neurons, 0 for none.
     """
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
@@ -128,16 +129,16 @@ def forward(
         return forward(x, b, stats, packed, cap, neurons=neurons).add_(residual)
     if stats is None and is_few(M, N):
         if packed is not None:
-            packed.count.fill_(cap + 1)  # nothing is kept
+            packed.count.fill_(cap + 1)  # no row is packed
             packed.without_popular()
         return few.forward(x, b)
     up = None if b.up is None else row_major(b.up)
     if packed is None and M > packer.MANY:
-        # Among so many rows, one or two have more active neurons than usual; gathering for them takes less time than a
-        # tile of dense products.
+        # With this many rows, one or two have more active neurons than usual. Gathering their weights takes less time
+        # than a tile of dense products.
         cap *= 2
     with_bitmask = hopper.may_emit_bitmask(x, b.gate, b.zero_threshold, b.thresholds)
-    # No kernel is launched between the dot products and the weighted rows, which process each row once it is done.
+    # Without statistics, `weighted_rows` is the kernel after `dots` and can process each row as soon as it is done.
     follows = up is not None and stats is None and dot_rows.follows(x, up)
     table = common = keep = None
     if neurons and with_bitmask:
@@ -152,7 +153,8 @@ def forward(
         state, more = packer.new_state(x.device, totals + m if follows else totals)
         ready = more[totals:] if follows else None
         bitmask = None
-        # The memset precedes the gate projection: programmatic dependent launch needs the packing right behind that.
+        # `state` is cleared by or before the gate projection: with programmatic dependent launch, packing must be the
+        # next kernel after it.
         if with_bitmask:
             gate, bitmask = hopper.product_with_bitmask(
                 x[part], b.gate, b.gate_bias, b.zero_threshold, state,
@@ -168,7 +170,7 @@ def forward(
             index = torch.empty(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
-            # The gates of the entries are copied only for kernels that read entry by entry; others read the projection.
+            # The entries' gates are copied only for kernels that read entry by entry. Others read the projection.
             picks = bitmask is None or up is None or wanted is not None
             value, ups = x.new_empty(m, cap) if picks else None, None
         else:

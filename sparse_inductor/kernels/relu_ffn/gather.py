@@ -16,20 +16,20 @@ import triton.language as tl
 
 from .packing import LISTED
 
-# Table rows in flight per program, and the limit of registers per thread for 16-bit weights: without it, too few
+# Table rows in flight per program, and the register limit per thread for 16-bit weights: without the limit, too few
 # programs run at a time (dot products 162 us instead of 123, at 8 192 tokens of 30 entries, K = 2 048).
 FLIGHT = 4
 REGISTERS = 96
 # Columns of a sum per program, and per warp.
 WIDTH = 2048
 SUM_COLUMNS = 512
-# Bytes of a table, or of a slice of its columns, that stay in L2 (50 MB on an H200) beside streamed data.
+# Bytes of a table, or of a slice of its columns, that stay in L2 (50 MB on an H200) in addition to streamed data.
 RESIDENT = 36 << 20
-# Least columns of a slice: one load of 16 bytes per thread of a warp.
+# Minimum columns of a slice: one load of 16 bytes per thread of a warp.
 NARROWEST = 256
 # Software pipelining gains nothing in these loops: all loads of a block are already in flight.
 STAGES = 1
-# Rows per program for listed pieces, for many rows; number of such programs, at most one per row, for few rows.
+# Programs for listed pieces: one per SHARE rows, but at least LISTERS, or one per row if there are fewer rows.
 SHARE = 8
 LISTERS = 2048
 # A row's word of `ready` is the number of its finished entries, plus ROW_SEEN once the row's own program has run.
@@ -37,12 +37,12 @@ ROW_SEEN = tl.constexpr(1 << 20)
 
 
 def width(n: int, most: int, interpreted: bool) -> int:
-    """Columns of rows of n that a program holds at once: a power of 2 between 32 and `most`."""
+    """Return how many of n columns a program holds at once: a power of 2 between 32 and `most`."""
     return 32 if interpreted else min(most, max(32, triton.next_power_of_2(n)))
 
 
 def columns_that_stay(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> int:
-    """Number of columns such that this slice of all rows of the tables, which have D columns, stays in L2."""
+    """Return the width of a column slice of the tables, which have D columns, such that the slice stays in L2."""
     columns = width(D, WIDTH, interpreted)
     column = sum(len(t) * t.element_size() for t in tables)
     while columns > NARROWEST and columns * column > RESIDENT:
@@ -51,7 +51,7 @@ def columns_that_stay(D: int, interpreted: bool, tables: Sequence[torch.Tensor])
 
 
 def limited(t: torch.Tensor) -> dict[str, int]:
-    """Compiler options of a kernel that holds FLIGHT rows of elements of t's dtype."""
+    """Return the compiler options of a kernel that holds FLIGHT rows of elements of t's dtype."""
     return {"maxnreg": REGISTERS} if t.is_cuda and t.element_size() == 2 else {}
 
 
@@ -61,13 +61,14 @@ def in_pairs(table: torch.Tensor) -> bool:
 
 
 def listers_of(M: int, most: int) -> int:
-    """Number of programs for listed pieces, of rows with at most `most` pieces."""
+    """Return the number of programs for the listed pieces of M rows with at most `most` pieces each."""
     return max(triton.cdiv(M, SHARE), min(M, LISTERS)) if most > 1 else 0
 
 
 @triton.jit
 def fp32(w, PAIRS: tl.constexpr):
-    """Weights as fp32. PAIRS: one instruction per bf16 element; the compiler needs two for every second element."""
+    """Convert weights to fp32. PAIRS: with one instruction per bf16 element; the compiler uses two for every second
+    one."""
     if PAIRS:
         both: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         return tl.inline_asm_elementwise(
@@ -78,8 +79,9 @@ def fp32(w, PAIRS: tl.constexpr):
 
 @triton.jit
 def own_pieces(state, listers, M, LISTS: tl.constexpr):
-    """(first, end, step) of this program's items. The first `listers` programs share the listed pieces, the others the
-    rows of one piece. The longest rows start first, since a long row that starts last would determine the time."""
+    """Return (first, end, step) of this program's items. The first `listers` programs share the listed pieces, the
+    others the rows of one piece. The longest rows start first, because a long row that starts last would determine the
+    time."""
     p = tl.program_id(0)
     first, end, step = p - listers, tl.full([], 0, tl.int32) + M, tl.num_programs(0) - listers
     if LISTS and p < listers:
@@ -89,7 +91,7 @@ def own_pieces(state, listers, M, LISTS: tl.constexpr):
 
 @triton.jit
 def piece_at(pieces, i, listers, PIECES: tl.constexpr, LISTS: tl.constexpr):
-    """(row, piece) of item i."""
+    """Return (row, piece) of item i."""
     m = tl.full([], 0, tl.int32) + i
     piece = m * 0
     if LISTS and tl.program_id(0) < listers:

@@ -1,12 +1,12 @@
 """The gate projection of a ReLU feed-forward block on Hopper GPUs, by a warp-specialised persistent kernel in Gluon.
 
-The kernel writes the projection itself, for rows that turn out not to be sparse, and its activity bitmask, which is all
-that `relu_ffn.packing` reads of the other rows.
+The kernel writes the projection and a bitmask of its active elements. `relu_ffn.packing` finds the active neurons in
+the bitmask alone; the whole projection is read only for rows that turn out not to be sparse.
 
 One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each compute 64 rows of a tile
 of 128 tokens x 256 or 128 neurons. The weight has unit stride along the features (K-major) or along the neurons
-(N-major). A finished tile is rounded and kept in registers, at half their number, and is written in pieces of 64
-columns, with its bitmask, while the tensor cores compute the first steps of the next tile.
+(N-major). A finished tile is rounded to 16 bits, which halves its registers. The tile and its bitmask are written in
+pieces of 64 columns while the tensor cores compute the first steps of the next tile.
 
 The bitmask, [M, tiles of 256 neurons, 8] int32, follows the accumulator's layout over the four threads that share a
 token, so that computing it moves no data between threads: bit b of word (tile, w) is neuron
@@ -44,23 +44,23 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # A tile is written in pieces of 64 columns through one staging buffer of 8 KiB per warpgroup: two would cost a stage.
 PIECE = gl.constexpr(64)
-# Neurons per tile of the bitmask, and per pair of its words.
+# Neurons per tile of the bitmask, and per group of four words, one from each of the four threads.
 BITMASK_TILE, WORDS = gl.constexpr(256), gl.constexpr(128)
 # Shared memory per SM for the ring and the staging buffers, in bytes.
 SHARED = 225 << 10
 # (columns of a tile, its time relative to a tile of 256 columns), H200, K = 2 048.
 COSTS = ((256, 1.0), (128, 0.535))
-# Most features of an N-major weight for which this kernel is used. cuBLAS multiplies 11 % faster, but packing then
-# reads the projection (H200, 4 096 tokens: a block takes 340 us, with cuBLAS 390, at 768 features; 629 and 616 at
-# 2 304).
+# Maximum features of an N-major weight for which this kernel is used. cuBLAS multiplies 11 % faster, but packing must
+# then read the projection (H200, 4 096 tokens: at 768 features a block takes 340 us, with cuBLAS 390; at 2 304 features
+# 629 and 616).
 N_MAJOR_FEATURES = 2048
-# Value of idle SMs in the last wave, in waves (see `tile_for`).
+# Benefit of idle SMs in the last wave, in waves (see `tile_for`).
 ROOM = 0.25
 
 
 @gluon.constexpr_function
 def _accumulator(columns):
-    """Layout of a warpgroup's accumulators [64, columns]."""
+    """Return the layout of a warpgroup's accumulators [64, columns]."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -79,7 +79,7 @@ def _pieces(v, COUNT: gl.constexpr):
 
 @gluon.jit
 def _make_ring(a, b, STAGES: gl.constexpr):
-    """(stages of TMA tiles of a, the same of b, the mbarriers of full stages, those of empty stages)."""
+    """Return (stages of TMA tiles of a, stages of b, mbarriers of full stages, mbarriers of empty stages)."""
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_shape, b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -92,7 +92,7 @@ def _make_ring(a, b, STAGES: gl.constexpr):
 
 @gluon.jit
 def _place_of(t, tiles_m, tiles_n, ME: gl.constexpr, COLUMNS: gl.constexpr):
-    """(first token, first neuron) of consumer ME's part of a tile."""
+    """Return (first token, first neuron) of consumer ME's part of a tile."""
     pm, pn = tile_at(t, tiles_m, tiles_n)
     return (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
 
@@ -143,7 +143,7 @@ def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _clear(zeros, words):
-    """Write `words` zeros, a share per program."""
+    """Write `words` zeros; each program writes a share."""
     PIECE: gl.constexpr = 512  # 16 bytes a thread
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     zero = gl.zeros([PIECE], gl.int32, layout)
@@ -159,8 +159,8 @@ def _or(a, b):
 
 @gluon.constexpr_function
 def _greater(dtype):
-    """PTX that compares the two 16-bit numbers of a register with those of another: all bits of a half are set if its
-    number is greater or NaN. The second result, which `pack=2` asks for, is 0."""
+    """Return PTX that compares the two 16-bit numbers of one register with those of another: all bits of a half are
+    set if its number is greater or NaN. The second result, which `pack=2` requires, is 0."""
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return f"set.gtu.u32.{kind} $0, $2, $3; mov.b32 $1, 0;"
 
@@ -172,7 +172,7 @@ def _by_halves(shape):
 
 @gluon.constexpr_function
 def _along(layout, axes):
-    """Layout of a vector along the last of `axes` axes."""
+    """Return the layout of a vector along the last of `axes` axes."""
     for _ in range(axes - 1):
         layout = gl.SliceLayout(0, layout)
     return layout
@@ -180,7 +180,7 @@ def _along(layout, axes):
 
 @gluon.jit
 def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
-    """arange(LENGTH) along the last of AXES axes."""
+    """Return arange(LENGTH) along the last of AXES axes."""
     v = gl.arange(0, LENGTH, _along(LAYOUT, AXES))
     for _ in gl.static_range(AXES - 1):
         v = gl.expand_dims(v, 0)
@@ -189,8 +189,8 @@ def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
 
 @gluon.jit
 def _bitmask_of(held, least):
-    """Words [...] of the bitmask of 16-bit numbers [..., 32], of which threads hold pairs in registers. least: the
-    largest inactive numbers, of the same dtype, or one in both halves of an int32."""
+    """Return the bitmask words [...] of 16-bit numbers [..., 32], which threads hold as pairs in registers. least: the
+    largest inactive numbers, in the same dtype, or a single one in both halves of an int32."""
     AXES: gl.constexpr = len(held.shape) + 1
     compare: gl.constexpr = _greater(held.dtype)
     REGISTERS: gl.constexpr = "=r,=r,r,r,r" if least.dtype == gl.int32 else "=r,=r,r,r"
@@ -211,7 +211,7 @@ def _bitmask_of(held, least):
 
 @gluon.constexpr_function
 def _quads(words):
-    """Layout of the accumulators seen as [64 tokens, lane of the token's quad, word, bit]."""
+    """Return the layout of the accumulators viewed as [64 tokens, lane of the token's quad, word, bit]."""
     more = [[0, 0, 1, 0]] if words == 2 else []
     bits = [[0, 0, 0, 1 << b] for b in range(1, 5)]
     return gl.DistributedLinearLayout(
@@ -226,7 +226,7 @@ def _quads(words):
 @gluon.jit
 def _store_bitmask(sums, bitmask, m, n0, M, N, least):
     """Write the bitmask of a tile's rounded results, for tokens from m and neurons from n0 on. least: the largest
-    inactive number in both halves of an int32, or a pointer to that of each neuron [N]."""
+    inactive number in both halves of an int32, or a pointer to one number per neuron [N]."""
     COUNT: gl.constexpr = sums.shape[1] // WORDS
     HELD: gl.constexpr = _quads(COUNT)
     OF_WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
@@ -246,7 +246,7 @@ def _store_bitmask(sums, bitmask, m, n0, M, N, least):
         of_bits = n0 + of_lane + of_word[None, :, None] + 8 * (bit // 2) + bit % 2
         least = gl.load(least + of_bits, mask=of_bits < N, other=0.0)[None, :, :, :]
     found = gl.convert_layout(_bitmask_of(held, least), OF_WORDS)
-    # Neurons behind the last have zero weights, but give NaN for a token that is not finite. N is a multiple of 8.
+    # Padding neurons past N have zero weights, but yield NaN for a token that is not finite. N is a multiple of 8.
     left = gl.minimum(gl.maximum(N - n, 0) // 8, 16)
     there = gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)
     there = gl.where(left == 16, -1, there - 1)
@@ -307,7 +307,7 @@ def _multiply_tiles(
             if i > 0:
                 acc = _end_step(acc, ring, n - 1, 1, STAGES)
             n += 1
-        # The products of one step are pending at the loop's edge: nothing but them touches the accumulator there.
+        # The products of one step are pending between iterations, so nothing else may access the accumulator there.
         for _k in range(BESIDE, KBLOCKS):
             acc = _begin_step(acc, ring, n, True, ME, STAGES)
             acc = _end_step(acc, ring, n - 1, 1, STAGES)
@@ -332,14 +332,15 @@ def _product_kernel(
 ):  # fmt: skip
     """Persistent kernel: out [M, N] = x @ weight^T + bias and its bitmask; `words` int32 of `state` become zeros.
 
-    a: descriptor of x with tiles of ROWS x DEPTH. b: of the weight, COLUMNS x DEPTH if it is K-major, else of its
-    transpose, DEPTH x COLUMNS. out: with tiles of PIECE x PIECE. least: see `_store_bitmask`.
+    a, b and out are TMA descriptors. a: x with tiles of ROWS x DEPTH. b: the weight with tiles of COLUMNS x DEPTH if it
+    is K-major, else its transpose with tiles of DEPTH x COLUMNS. out: tiles of PIECE x PIECE. least: see
+    `_store_bitmask`.
     """
     ring = _make_ring(a, b, STAGES)
     staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS, PIECE, PIECE], out.layout)
-    covered = gl.cdiv(N, BITMASK_TILE) * BITMASK_TILE  # neurons behind the last have bits, too
+    covered = gl.cdiv(N, BITMASK_TILE) * BITMASK_TILE  # padding neurons have bits, too
     tiles_m, tiles_n = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(covered, COLUMNS)
-    # Nothing else fits an SM beside this program: the next kernel starts on SMs whose tiles have run out.
+    # This program fills its SM, so the next kernel starts only on SMs that have no tiles left.
     let_next_start()
     _clear(state, words)
     source = (a, b, ring, tiles_m, tiles_n)
@@ -356,7 +357,7 @@ def _product_kernel(
 
 
 def stages(columns: int) -> int:
-    """Stages of the ring: as many as fit an SM beside the staging buffers."""
+    """Return the number of ring stages that fit an SM in addition to the staging buffers."""
     rows = ROWS.value * CONSUMERS.value
     beside = rows * PIECE.value * 2
     return (SHARED - beside) // ((rows + columns) * DEPTH.value * 2)
@@ -364,10 +365,10 @@ def stages(columns: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tile_for(M: int, N: int, programs: int, room: float = 0) -> int:
-    """Columns of the tile with which `programs` programs compute a product [M, N] in the least time.
+    """Return the tile width in columns with which `programs` programs compute a product [M, N] in the least time.
 
-    room: value, in waves of tiles of 256 columns, of leaving a third of the SMs idle in the last wave, where another
-    kernel can run.
+    room: the benefit, in waves of tiles of 256 columns, of leaving a third of the SMs idle in the last wave, so that
+    another kernel can run on them.
     """
     found = []
     for columns, cost in COSTS:
@@ -381,20 +382,20 @@ def tile_for(M: int, N: int, programs: int, room: float = 0) -> int:
 @functools.lru_cache(maxsize=256)
 def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, int]:
     columns = tile_for(M, N, programs, room)
-    # At least as many steps as a tile has pieces; steps behind the last feature multiply zeros.
+    # At least as many steps as a tile has pieces; steps past the last feature multiply zeros.
     steps = max(-(-K // DEPTH.value), columns // PIECE.value)
     return {"COLUMNS": columns, "KBLOCKS": steps, "STAGES": stages(columns)}
 
 
 @functools.cache
 def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """Layout of a TMA tile in shared memory."""
+    """Return the layout of a TMA tile in shared memory."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """TMA descriptor of `t` with tiles of rows x columns."""
+    """Return a TMA descriptor of `t` with tiles of rows x columns."""
     return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
 
 
@@ -404,7 +405,7 @@ def _is_k_major(weight: torch.Tensor) -> bool:
 
 
 def _stored(weight: torch.Tensor) -> torch.Tensor:
-    """A weight or its transpose, whichever has unit stride along its rows."""
+    """Return a weight or its transpose, whichever has unit stride along its rows."""
     return weight if _is_k_major(weight) else weight.t()
 
 
@@ -415,21 +416,21 @@ def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
         and x.dtype in (torch.float16, torch.bfloat16)
         and capability(x.device)[0] == 9
         and all(map(tma_addressable, (x, *map(_stored, weights))))
-        and all(len(w) % 8 == 0 for w in weights)  # the result's rows, too
+        and all(len(w) % 8 == 0 for w in weights)  # TMA also addresses the result's rows
     )
 
 
 def may_emit_bitmask(
     x: torch.Tensor, gate: torch.Tensor, threshold: float, thresholds: torch.Tensor | None = None
 ) -> bool:
-    """Whether `product_with_bitmask` can run, and is worth it."""
+    """Whether `product_with_bitmask` can run and is worthwhile."""
     worth = _is_k_major(gate) or gate.shape[1] <= N_MAJOR_FEATURES
     return worth and applies(x, gate) and (thresholds is not None or math.isfinite(threshold))
 
 
 @functools.lru_cache(maxsize=256)
 def twice(threshold: float, dtype: torch.dtype) -> int:
-    """The largest number <= threshold of a 16-bit dtype, in both halves of an int32."""
+    """Return the largest number <= threshold of a 16-bit dtype, in both halves of an int32."""
     t = torch.tensor(threshold, dtype=torch.float64).to(dtype)
     bits = int(t.view(torch.int16)) & 0xFFFF
     if t.item() > threshold:
@@ -438,7 +439,7 @@ def twice(threshold: float, dtype: torch.dtype) -> int:
 
 
 def words(N: int) -> int:
-    """Number of words per row of the bitmask."""
+    """Return the number of words per row of the bitmask."""
     return 8 * -(-N // BITMASK_TILE.value)
 
 
@@ -451,11 +452,11 @@ def product_with_bitmask(
     room: bool = False,
     thresholds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x @ weight^T + bias [M, N], bitmask of the elements that are not <= threshold). Fills `state`, int32, with
-    zeros.
+    """Return (x @ weight^T + bias [M, N], bitmask of the elements that are not <= threshold). Fills `state`, int32,
+    with zeros.
 
-    weight: [N, K], unit stride along either. room: another kernel can run beside the last tiles. thresholds: one per
-    neuron [N], contiguous, in the dtype of x, instead of `threshold`.
+    weight: [N, K], unit stride along either. room: another kernel can run at the same time as the last tiles.
+    thresholds: one per neuron [N], contiguous, in the dtype of x, instead of `threshold`.
     """
     M, N = len(x), len(weight)
     out = x.new_empty(M, N)

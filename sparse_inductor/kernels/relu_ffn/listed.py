@@ -1,8 +1,8 @@
-"""Overflow rows of a feed-forward block: dense tile products over the rows named by a list.
+"""Overflow rows of a feed-forward block, computed by dense tile products over a list of rows.
 
-The length of the list is known on the device only: every kernel is launched with a grid that fills the GPU, reads the
-length, and returns at once if there is nothing to do. So a row may be packed in one replay of a CUDA graph and listed
-in the next. A list of all M rows is in order and is not read.
+Only the device knows the length of the list. Every kernel is launched with a grid that fills the GPU, reads the length,
+and returns at once if there is nothing to do. Therefore a row may be packed in one replay of a CUDA graph and listed in
+the next. If all M rows are listed, they are processed in order and the list is not read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..common.tiles import sizes_of
 from .dots import slopes
 from .packing import inactive, overflow_rows
 
-# Most programs that split the sum of one tile of `product` (split-K), where few rows are listed: the sum has N terms,
+# Maximum programs that share the sum of one tile of `product` (split-K) if few rows are listed. The sum has N terms,
 # and one program per tile would take as long as a full wave of tiles.
 SPLITS = tl.constexpr(16)
 
 
 class Listed(NamedTuple):
-    """A selection of M rows: the first `length[0]` of `rows` [M]. arrived: a zero counter per program, in which the
-    parts of a split tile are counted."""
+    """A selection of M rows: the first `length[0]` of `rows` [M]. arrived: one counter per program, initially 0, of
+    the finished parts of a split tile."""
 
     rows: torch.Tensor
     length: torch.Tensor
@@ -39,13 +39,13 @@ class Listed(NamedTuple):
 
     @staticmethod
     def of(count: torch.Tensor, cap: int) -> Listed:
-        """The overflow rows: those with count > cap."""
+        """Return the overflow rows, which have count > cap."""
         rows, length = overflow_rows(count, cap)
         return Listed(rows, length, length[1:])
 
 
 def _tile_of(t: torch.Tensor, kernel: str = "relu_ffn") -> dict[str, Any]:
-    """Tile sizes BM x BN x BK, warps, stages and precision of the products."""
+    """Return tile sizes BM x BN x BK, warps, stages and precision of the products."""
     if not t.is_cuda:
         return {"BM": 16, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "ieee"}
     full = t.dtype == torch.float32
@@ -55,7 +55,7 @@ def _tile_of(t: torch.Tensor, kernel: str = "relu_ffn") -> dict[str, Any]:
 
 
 def programs_of(t: torch.Tensor) -> int:
-    """Number of programs that fills the GPU: one per SM."""
+    """Return the number of programs that fills the GPU: one per SM."""
     return sm_count(t.device) if t.is_cuda else 3
 
 
@@ -65,7 +65,7 @@ def _strides(weight: torch.Tensor | None) -> tuple[int, int]:
 
 @triton.jit
 def tile_rows(rows, n_rows, M, i):
-    """The rows at positions i of a list; row 0 behind its end."""
+    """Return the rows at positions i of a list; row 0 past its end."""
     listed = tl.load(rows + i, mask=i < tl.where(n_rows < M, n_rows, 0), other=0)
     return tl.where(n_rows < M, listed, tl.where(i < M, i, 0)).to(tl.int64)
 
@@ -74,7 +74,7 @@ def tile_rows(rows, n_rows, M, i):
 def _tile_of_list(
     t, tiles_m, tiles_n, rows, n_rows, M, N, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """(rows, mask of the listed ones, columns, mask of those below N) of tile t."""
+    """Return (rows, mask of listed rows, columns, mask of columns below N) of tile t."""
     pm, pn = tile_at(t, tiles_m, tiles_n)
     i = pm * BM + tl.arange(0, BM)
     n = pn * BN + tl.arange(0, BN)
@@ -86,7 +86,7 @@ def _add_dot(
     acc, a, row, in_m, stride_am, b, n, in_n, stride_bn, stride_bk, K,
     EVEN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + A[row, :K] @ B[n, :K]^T, masked by in_m and in_n. EVEN: K is a multiple of BK."""
+    """Return acc + A[row, :K] @ B[n, :K]^T, masked by in_m and in_n. EVEN: K is a multiple of BK."""
     a_ptr = a + row[:, None] * stride_am
     b_ptr = b + n.to(tl.int64)[None, :] * stride_bn
     in_m, in_n = in_m[:, None], in_n[None, :]
@@ -107,7 +107,7 @@ def _projection(
     x, row, in_m, stride_x, weight, bias, n, in_n, stride_n, stride_k, K: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x[row] @ weight[n]^T + bias[n], rounded to the dtype of x and converted to fp32. weight: [N, K]."""
+    """Return x[row] @ weight[n]^T + bias[n], rounded to the dtype of x and converted to fp32. weight: [N, K]."""
     acc = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     acc = _add_dot(
         acc,
@@ -147,7 +147,7 @@ def _hidden_kernel(
             u = _projection(
                 x, row, in_m, stride_x, up, bias, n, in_n, stride_un, stride_uk, K, BK, PRECISION
             )
-        # Formed after the product: the pointers of a tile take more registers than its accumulator.
+        # Computed after the product, because the pointers of a tile take more registers than its accumulator.
         at = gate + row[:, None] * N + n[None, :]
         mask = in_m[:, None] & in_n[None, :]
         g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -185,8 +185,10 @@ def _gradients_kernel(
     K: tl.constexpr, D: tl.constexpr, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write d_gate, d_up and hidden [M, N] of the listed rows: both projections are recomputed for their gradients and
-    h. down: [D, N], any strides."""
+    """Write d_gate, d_up and hidden [M, N] of the listed rows from both projections, which are recomputed.
+
+    down: [D, N], any strides.
+    """
     wait_for_previous(PDL)
     n_rows = tl.load(length)
     tiles_m, tiles_n = tl.cdiv(n_rows, BM), tl.cdiv(N, BN)
@@ -256,8 +258,8 @@ def gradients(
 
 @triton.jit
 def _sum_of_parts(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
-    """Store acc, one part of a split tile; returns (the sum of all parts, in a fixed order; whether this program, the
-    last one to arrive, has it)."""
+    """Store acc, one part of a split tile. Return (sum, whether this program is the last to arrive); only in the last
+    program is it the sum of all parts, added in a fixed order."""
     at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     tl.store(parts + unit * (BM * BN) + at, acc)
     tl.debug_barrier()  # all threads have stored
@@ -280,7 +282,7 @@ def _product_kernel(
     K: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = a[row] @ b^T (+ c[row] @ d^T) + bias for the listed rows; with ADD, that is added to out[row].
+    """out[row] = a[row] @ b^T (+ c[row] @ d^T) + bias for the listed rows. With ADD, add to out[row] instead.
 
     If there are fewer tiles than programs, several programs split a tile's sum, and the last one to arrive adds the
     parts.
@@ -330,7 +332,8 @@ def product(
     bias: torch.Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """out[row] = a[row] @ b^T (+ second[0][row] @ second[1]^T) + bias for the listed rows, or out[row] += that.
+    """out[row] = a[row] @ b^T (+ second[0][row] @ second[1]^T) + bias for the listed rows. With `add`, add to
+    out[row] instead.
 
     a: [M, K], unit stride along K; second[0] has the same strides. b: [N, K], any strides. out: [M, N].
     """

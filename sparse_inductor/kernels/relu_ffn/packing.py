@@ -19,12 +19,12 @@ ROWS = tl.constexpr(0)
 ENTRIES = tl.constexpr(1)
 OVERFLOW = tl.constexpr(2)
 LISTED = tl.constexpr(3)
-# Result of the counts: how many rows `relu_ffn.listed` computes, either the overflow rows or all.
+# Result: the number of rows that `relu_ffn.listed` computes, either the overflow rows or all rows.
 LENGTH = tl.constexpr(4)
-# From here on, a counter for each tile whose sum several programs of `relu_ffn.listed` share.
+# From this index on: one counter per tile with a sum that several programs of `relu_ffn.listed` share.
 ARRIVED = tl.constexpr(8)
 ARRIVALS = 512  # at least half as many as a GPU has SMs
-# With more rows than this, twice as many entries a row are kept (see `forward`).
+# With more rows than this, a packed row has twice as many entries (see `forward`).
 MANY = 16384
 # Break-even share of a row's neurons: while L2 delivers the weights of N / 45 neurons, the tensor cores multiply a row
 # by all N up and down weights (H100, 8 192 and 32 768 tokens, K = 2 048).
@@ -36,26 +36,26 @@ PIECE_FEW = 32
 # Up to FEW_ROWS rows, pieces are short and a program of `pack` has one row, else EACH rows.
 FEW_ROWS = 4096
 EACH = 4
-# Words of 32 neurons that a program of `pack` loads at a time, from a bitmask and from the projection itself: of that,
-# 64 words with two warps take 11 to 14 % longer (H200, 4 096 rows).
+# Words of 32 neurons that a program of `pack` loads at a time, from a bitmask and from the projection itself. For the
+# projection, 64 words with two warps take 11 to 14 % longer (H200, 4 096 rows).
 WORDS = 256
 WORDS_OF_GATES = 32
 
 
 def dense_row(N: int) -> float:
-    """Number of entries that take as long as a row of tile products."""
+    """Return the number of entries that take as long as one row of tile products."""
     return max(N * DENSE_ROW, 1.0)
 
 
 def pieces_of(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
-    """(entries per piece for M rows, most pieces of a row)."""
+    """Return (entries per piece for M rows, maximum pieces of a row)."""
     piece = 8 if interpreted else PIECE_FEW if M <= FEW_ROWS else PIECE
     return piece, triton.cdiv(cap, piece)
 
 
 @triton.jit
 def popcount(x):
-    """Number of set bits of an int32."""
+    """Return the number of set bits of an int32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -64,23 +64,22 @@ def popcount(x):
 
 @triton.jit
 def _lowest_bit(x):
-    """Position of the lowest set bit of an int32, read from the exponent of that bit converted to fp32."""
+    """Return the position of the lowest set bit of an int32, read from the exponent of that bit converted to fp32."""
     low = (x & (0 - x)).to(tl.float32)
     return ((low.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 
 
 @triton.jit
 def neuron_of(place):
-    """The neuron of bit `place` of a row's bitmask, whose bits lie in the order in which `relu_ffn.hopper` writes
-    them."""
+    """Return the neuron of bit `place` of a row's bitmask, in the bit order of `relu_ffn.hopper`."""
     word, b = place // 32, place % 32
     return word // 8 * 256 + word % 2 * 128 + b // 2 * 8 + word % 8 // 2 * 2 + b % 2
 
 
 @triton.jit
 def inactive(g, n, there, THRESHOLD, thresholds):
-    """Whether gates g (fp32) of neurons n are at or below their threshold: `thresholds` [N], or THRESHOLD where that is
-    None. A NaN is active."""
+    """Whether gates g (fp32) of neurons n are at or below their threshold: `thresholds` [N], or THRESHOLD if
+    `thresholds` is None. A NaN is active."""
     at = tl.full([], THRESHOLD, tl.float32)
     if thresholds is not None:
         at = tl.load(thresholds + n, mask=there, other=0.0).to(tl.float32)
@@ -99,8 +98,8 @@ def _list_row(
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Write the count c of row m; append an overflow row to `overflow`, and the pieces of a row that has several to
-    `pieces`, as PIECES * m + piece. The order of the rows in both lists is not deterministic."""
+    """Write the count c of row m. If the row overflows, append it to `overflow`. Otherwise, if it has several pieces,
+    append them to `pieces` as PIECES * m + piece. The order of the rows in both lists is not deterministic."""
     tl.store(count + m, c)
     if c > CAP:
         tl.store(overflow + tl.atomic_add(state + OVERFLOW, 1, sem="relaxed"), m)
@@ -112,8 +111,8 @@ def _list_row(
 
 @triton.jit
 def _decide(state, rows, entries, M, ROW):
-    """Add a program's rows and entries to the counters. The last program decides: if packed rows do not pay, or most
-    rows overflow, all M rows are computed by tiles."""
+    """Add a program's rows and entries to the counters. The last program decides: if packing is not worthwhile, or
+    most rows overflow, all M rows are computed by tiles."""
     tl.atomic_add(state + ENTRIES, entries, sem="relaxed")
     if tl.atomic_add(state + ROWS, rows, sem="acq_rel") + rows == M:
         n_overflow = tl.atomic_add(state + OVERFLOW, 0, sem="relaxed")
@@ -185,8 +184,8 @@ def _pack_kernel(
 
 
 def new_state(device: torch.device, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`state`, the counters of `pack` followed by `more` words; a view of those words). The caller fills state with
-    zeros."""
+    """Return (`state`: the counters of `pack` followed by `more` words; a view of those words). The caller fills state
+    with zeros."""
     begin = ARRIVED.value + ARRIVALS
     state = torch.empty(begin + more, dtype=torch.int32, device=device)
     return state, state[begin:]
@@ -206,9 +205,9 @@ def pack(
     kernels.
 
     bitmask: which neurons are active; None to compare the projection itself. keep: mask of the bits that are packed in
-    every row; None for all. threshold: a neuron is active above it; None if every non-zero is. thresholds: one per
-    neuron [N], contiguous, instead of `threshold`. overflow: [M], receives the rows that do not fit. state: zeros, from
-    `new_state`.
+    every row; None for all. threshold: a neuron is active above it; None if every non-zero gate is active. thresholds:
+    one per neuron [N], contiguous, instead of `threshold`. overflow: [M], receives the rows that do not fit. state:
+    zeros, from `new_state`.
     """
     M, N = gate.shape
     count, index, value = packed
@@ -231,7 +230,7 @@ def pack(
 
 @triton.jit
 def n_listed(state):
-    """Number of rows that tiles compute; if it is M, all rows are, in order."""
+    """Return the number of rows that are computed by tiles. If it is M, these are all rows, in order."""
     return tl.load(state + LENGTH)
 
 
@@ -240,8 +239,8 @@ def n_listed(state):
 def _list_kernel(
     count, length, overflow, M, CAP: tl.constexpr, BLOCK: tl.constexpr, ZEROS: tl.constexpr
 ):
-    """overflow[:length] = the rows with count > CAP, ascending. A program has BLOCK rows and counts the overflow rows
-    before them itself. ZEROS zeros are written behind `length`."""
+    """Write overflow[:length] = the rows with count > CAP, in ascending order. Each program handles BLOCK rows and
+    counts the overflow rows before them itself. ZEROS zeros are written after `length`."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for p in range(0, tl.program_id(0)):
@@ -256,8 +255,8 @@ def _list_kernel(
 
 
 def overflow_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(overflow [M], length): the overflow rows of a packed block in ascending order, and their number in length[0],
-    followed by ARRIVALS zeros for the counters of `relu_ffn.listed`."""
+    """Return (overflow [M], length): the overflow rows of a packed block in ascending order, and their number in
+    length[0], followed by ARRIVALS zeros for the counters of `relu_ffn.listed`."""
     M = len(count)
     overflow, length = count.new_empty(M), count.new_empty(1 + ARRIVALS)
     _list_kernel[(triton.cdiv(M, 1024),)](

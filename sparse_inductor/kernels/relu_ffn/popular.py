@@ -1,9 +1,9 @@
-"""Popular neurons, which are active for many tokens: dense matrix products over all tokens.
+"""Popular neurons, which are active for many tokens and are computed by dense matrix products over all tokens.
 
-Neurons are unequally active. While L2 delivers a neuron's weights for one token, tensor cores multiply some seventy
-tokens by them: a neuron that is active for more than one token in seventy takes less time as a column of a product. The
-popular neurons of a call are those with the most active tokens, counted in the bitmask of `relu_ffn.hopper`; only the
-others are packed.
+In the time in which L2 delivers a neuron's weights for one token, tensor cores multiply about seventy tokens by them. A
+neuron that is active for more than one token in seventy therefore takes less time as a column of a matrix product. The
+popular neurons of a call are the ones with the most active tokens, counted in the bitmask of `relu_ffn.hopper`. Only
+the other neurons are packed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..common.launch import relaunched
 from .dots import slopes
 from .packing import neuron_of
 
-# Most rows that are counted.
+# Maximum rows of the bitmask in which active neurons are counted.
 COUNTED = 2048
 # Rows per counting program, and rows that it loads at a time.
 ROWS, AT_ONCE = 64, 32
 WORDS = 8
-# Number of tokens from which on neurons count as equally popular.
+# Neurons with at least this number of counted tokens are equally popular.
 MANY = 255
 # Rows and columns of the popular neurons' activations per program.
 TILE = 4, 256
@@ -56,8 +56,8 @@ def _count_kernel(
 def _choose_kernel(
     totals, popular, keep, words, N, MANY: tl.constexpr, POPULAR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """popular [POPULAR] = the neurons with the largest totals; among equal totals, and totals of MANY and more, those
-    with the first bits. keep [words] = mask of the other neurons."""
+    """popular [POPULAR] = the neurons with the largest totals, keep [words] = mask of the other neurons. Totals of MANY
+    and more are equal; among equal totals, neurons with lower bit positions are chosen."""
     place = tl.arange(0, BLOCK)
     n = neuron_of(place)
     there = (place < 32 * words) & (n < N)
@@ -182,9 +182,9 @@ def product(
     threshold: float,
     kept: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Contribution of the popular neurons to y [M, D], fp32, from the gate projection [M, N].
+    """Return the contribution of the popular neurons to y [M, D], fp32, from the gate projection [M, N].
 
-    up [N, K], table [N, D]: the weights, a row per neuron. kept: buffers [M, P] that receive the neurons' gate and up
+    up [N, K], table [N, D]: the weights, one row per neuron. kept: buffers [M, P] that receive the neurons' gate and up
     projections; None if no backward needs them.
     """
     (M, N), P = gate.shape, len(popular)
@@ -214,7 +214,7 @@ def product(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in fp32."""
+    """Return a @ b in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
@@ -249,7 +249,7 @@ class Gradients:
     """Contributions of the popular neurons to the gradients of x and of the weights.
 
     gates, ups: their projections [M, P]. count, cap: rows with count > cap are overflow rows and contribute nothing.
-    weights: gate and up [N, K] and table [N, D], a row per neuron.
+    weights: gate and up [N, K] and table [N, D], one row per neuron.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Gradients:
         )  # fmt: skip
 
     def of_x(self) -> torch.Tensor:
-        """Contribution to the gradient of x, [M, K], fp32."""
+        """Return the contribution to the gradient of x, [M, K], fp32."""
         return _product(self._both, self._weights)
 
     def add_to(

@@ -22,16 +22,16 @@ from .gather import (
 )
 from .packing import n_listed
 
-# Columns of a sum per program, which has one warp with loads of 16 bytes a thread. Programs of all rows process the
-# same columns before the next ones, so that those stay in L2; a wide row is spread over several programs.
+# Columns of a sum per program of one warp, with loads of 16 bytes per thread. Several programs share a wide row. The
+# programs of all rows process the same columns before the next ones, so that these columns of the table stay in L2.
 WIDTH = 256
 
 
 @triton.jit
 def _wait_for_entries(ready, m, n, seen):
-    """Wait until n entries of row m are done; returns the counter's value. seen: its last known value.
+    """Wait until n entries of row m are done. Returns the counter's value. seen: the counter's last known value.
 
-    The wait ends: all programs that compute entries were running before the first program that waits was launched.
+    This cannot deadlock: all programs that compute entries were running before the first waiting program was launched.
     """
     while seen < n + ROW_SEEN:
         seen = tl.atomic_add(ready + m, 0, sem="acquire")
@@ -40,7 +40,7 @@ def _wait_for_entries(ready, m, n, seen):
 
 @triton.jit
 def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.constexpr):
-    """Sum of the table rows `id`, each times its v."""
+    """Return the sum of the table rows `id`, each multiplied by its v."""
     at = table + id[:, None] * stride + d[None, :]
     w = tl.load(at) if EVEN else tl.load(at, mask=in_d[None, :], other=0.0)
     return tl.sum(fp32(w, PAIRS) * v[:, None], 0)
@@ -58,8 +58,8 @@ def _weighted_rows_kernel(
     """Program (m, part) writes out[m, part] = bias + the sum over the row's entries of value * table row, unless the
     row overflows.
 
-    ASK: every row is marked as an overflow row if `state` says that all rows are dense. ready: wait for this row's
-    entries alone, which the preceding kernel computes, instead of for all of that kernel.
+    ASK: every row is marked as an overflow row if `state` says that all rows are dense. ready: wait only for this
+    row's entries, which the preceding kernel computes, instead of for the end of that kernel.
     """
     m = tl.program_id(0).to(tl.int64)
     seen = tl.zeros([], tl.int32)
@@ -71,7 +71,7 @@ def _weighted_rows_kernel(
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     in_d = d < D
     r = tl.arange(0, FLIGHT)
-    # All loads are issued together, so places behind the row's end are loaded, too.
+    # All loads are issued together, so positions past the row's end are loaded, too.
     c, ahead = tl.load(count + m), tl.load(index + m * CAP + r)
     none = False
     if ASK:
@@ -85,7 +85,7 @@ def _weighted_rows_kernel(
             total = tl.zeros([WIDTH], tl.float32)
             if onto is not None:
                 total = tl.load(onto + m * D + d, mask=in_d, other=0.0)
-            # Behind the end, a valid row is loaded again: a mask costs more.
+            # Past the end, a valid row is loaded again, because a mask costs more.
             after = tl.where(r < c, ahead, 0).to(tl.int32)
             for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
                 valid = e + r < c
@@ -119,11 +119,11 @@ def weighted_rows(
     onto: torch.Tensor | None = None,
     ready: torch.Tensor | None = None,
 ) -> None:
-    """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table, and `onto`
-    [M, D], fp32 and contiguous).
+    """Write out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]].
 
-    Overflow rows are not written; with `state` (from `pack`) all rows become overflow rows if it says that all are
-    dense. ready: from `dots`, which must be the kernel launched just before.
+    second: another value and table; their sum is added. onto: [M, D], fp32 and contiguous, is added, too.
+    Overflow rows are not written. With `state` (from `pack`), all rows become overflow rows if it says that all rows
+    are dense. ready: counters from `dots`, which must be the preceding kernel.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)

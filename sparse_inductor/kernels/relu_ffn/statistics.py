@@ -1,7 +1,7 @@
 """Statistics of the activations of a feed-forward block, from the entries of packed rows and from the listed rows.
 
 stats [4 or 5, M], fp32: the sum of |a| and the number of non-zeros of a = f(gate), the same two of h, and the sum of
-h * weight. counts [N], int32: the number of tokens at which h of a neuron is not 0.
+h * weight. counts [N], int32: the number of tokens for which h of a neuron is not 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.launch import relaunched
 from .listed import Listed, programs_of, tile_rows
 from .packing import n_listed
 
-# Programs per block of columns that count the listed rows, each a share of them.
+# Programs per block of columns that share the listed rows for `counts`.
 SHARES = 16
 
 # (stats, the weight [N] of the fifth statistic or None, counts or None)
@@ -107,8 +107,8 @@ def _listed_kernel(
 @relaunched
 @triton.jit
 def _listed_counts_kernel(hidden, counts, rows, length, M, N, BLOCK: tl.constexpr):
-    """counts[n] += the number of listed rows of hidden [M, N] with hidden[row, n] != 0. A program has a share of the
-    rows."""
+    """counts[n] += the number of listed rows of hidden [M, N] with hidden[row, n] != 0. Each program handles a
+    share of the rows."""
     n_rows = tl.load(length)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)

@@ -1,1 +1,1 @@
-"""Rows with few entries: exact top-k, sums over entries, products with what is mostly zeros."""
+"""Rows with few entries: exact top-k, sums over entries, products with sparse matrices."""

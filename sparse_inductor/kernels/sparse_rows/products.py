@@ -1,7 +1,7 @@
-"""Products with a matrix that is mostly zeros, whose non-zeros are found at run time (`ops.sparse_products`).
+"""Products with a matrix that is mostly zeros. Its non-zeros are found at run time (`ops.sparse_products`).
 
-Rows are packed as those of a feed-forward block. Products are sums over the entries, by row or by column; rows that
-overflow are computed by dense tiles, so that the density of the matrix does not matter for the result.
+Rows are packed as in a feed-forward block (`relu_ffn.packing`). Products are sums over the entries, by row or by
+column. Rows that overflow are computed by dense tiles, so that the result is correct for any density of the matrix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _listed(entries: Entries) -> listed.Listed:
 
 
 def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
-    """h [M, N] @ weight [N, D]."""
+    """Return h [M, N] @ weight [N, D]."""
     h, table = addressable(h), row_major(weight)
     y = h.new_empty(len(h), table.shape[1])
     rows.weighted_rows(*entries, table, y)
@@ -42,7 +42,7 @@ def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
 
 
 def outer(h: Tensor, entries: Entries, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(h^T @ x [N, D], the column sums of h [M, N])."""
+    """Return (h^T @ x [N, D], the column sums of h [M, N])."""
     h, x = addressable(h), addressable(x)
     N, D = h.shape[1], x.shape[1]
     count, index, values = entries
@@ -65,7 +65,7 @@ def _put_kernel(count, index, values, out, N, CAP: tl.constexpr, BLOCK: tl.const
 
 
 def masked_matmul(entries: Entries, x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, D] @ weight [N, D]^T at the entries, 0 elsewhere; rows that overflow are computed at all columns."""
+    """Return x [M, D] @ weight [N, D]^T at the entries, 0 elsewhere. Rows that overflow are computed at all columns."""
     x, table = addressable(x), row_major(weight)
     count, index, values = entries
     cap = index.shape[1]

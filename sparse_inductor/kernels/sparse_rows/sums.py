@@ -1,8 +1,8 @@
-"""Sums over the entries of each row or each column of a matrix with k entries a row (`ops.sparse_rows`).
+"""Sums over the entries of each row or each column of a matrix with k entries per row (`ops.sparse_rows`).
 
-Row sums are those of a feed-forward block with k active neurons a row. Column sums take one program per column, which
-adds its entries in the order of the rows; a column with very many entries is cut into pieces, whose sums are added in
-order.
+Row sums are computed as in a feed-forward block with k active neurons per row. For column sums, one program per column
+adds its entries in the order of the rows. A column with very many entries is cut into pieces, and the sums of the
+pieces are added in order.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from ..common.launch import Launcher, launch
 from ..common.transpose import buffered_rows, row_major, transpose
 from ..relu_ffn.columns import TokenLists, sum_entries, sum_options
 
-# Choices of the columns of a weight per program, of which the largest that stays in L2 (50 MB on an H100) is taken: all
-# rows process these columns before the next ones. RESIDENT is the limit in bytes.
+# Candidate numbers of columns of a weight per program. All rows process these columns before the next ones, so the
+# columns should stay in L2 (50 MB on an H100); the largest suitable number is used. RESIDENT is the limit in bytes.
 WIDTHS = 1024, 512, 256
 RESIDENT = 36 << 20
-# Rows of a weight per program of `_dots_kernel`, whose products are accumulated in registers.
+# Rows of a weight per program of `_dots_kernel`. Their products are accumulated in registers.
 ENTRIES = 8
-# Upper bound in bytes for the bit masks of `TokenLists`; a sort replaces them where they would be larger.
+# Maximum bytes of the bit masks of `TokenLists`. If they would be larger, the entries are sorted instead.
 MASKS = 256 << 20
 # Bytes of a column-major gradient that are buffered before they are transposed.
 BUFFER = 128 << 20
 
 
 def addressable(t: Tensor) -> Tensor:
-    """t, or a copy of it, with unit stride along its rows."""
+    """Return t, or a copy of it, with unit stride along its rows."""
     return t if t.stride(1) == 1 else t.contiguous()
 
 
 def _width(table: Tensor) -> int:
-    """Columns of a table's rows per program."""
+    """Return the number of columns of a table's rows per program."""
     if not table.is_cuda:
         return 32
     N, D = table.shape
@@ -72,7 +72,7 @@ def decode(
     bias: Tensor | None,
     run: Launcher = launch,
 ) -> Tensor:
-    """y[m] = bias + the sum over i of values[m, i] * weight[indices[m, i]]. run: launches the kernel."""
+    """Return y[m] = bias + the sum over i of values[m, i] * weight[indices[m, i]]. run: launches the kernel."""
     table = row_major(weight, run)
     y = values.new_empty(len(values), table.shape[1])
     width, D = _width(table), table.shape[1]
@@ -110,7 +110,7 @@ def _dots_kernel(
 
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
-    """values[m, i] = x[m] . weight[indices[m, i]]. run: launches the kernel."""
+    """Return values[m, i] = x[m] . weight[indices[m, i]]. run: launches the kernel."""
     x, table = addressable(x), row_major(weight, run)
     values = x.new_empty(indices.shape)
     (M, k), D = indices.shape, table.shape[1]
@@ -122,7 +122,7 @@ def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> 
 
 
 def columns(indices: Tensor, N: int) -> aten.Columns:
-    """The entries of each column. The columns of a row are distinct."""
+    """Return the entries of each column. The columns of a row are distinct."""
     indices = indices.contiguous()
     if triton.cdiv(len(indices), 32) * N * 4 > MASKS:
         return aten.columns(indices, N)
@@ -132,7 +132,7 @@ def columns(indices: Tensor, N: int) -> aten.Columns:
 
 @triton.jit
 def _add_pieces(sums, sides, first, count, d, D):
-    """Sums of `count` pieces from `first` on, added in order."""
+    """Return the sums of `count` pieces from `first` on, added in order."""
     total = tl.zeros([d.shape[0]], tl.float32)
     side = tl.zeros([], tl.float32)
     for i in range(0, count):
@@ -154,7 +154,7 @@ def _pieces_kernel(
         return
     low = tl.zeros([], tl.int32)
     high = tl.full([], 0, tl.int32) + N
-    while low < high:  # the first column whose pieces end behind p
+    while low < high:  # find the first column with pieces that end after p
         middle = (low + high) // 2
         behind = tl.load(ends + middle) > p
         high = tl.where(behind, middle, high)
@@ -197,13 +197,13 @@ def _outer_kernel(
 def outer(
     values: Tensor, x: Tensor, by: aten.Columns, column_major: bool, run: Launcher = launch
 ) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the layout of
-    the first. run: launches the kernels."""
+    """Return (sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the
+    layout of the first result. run: launches the kernels."""
     values, x = values.contiguous(), addressable(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
     piece = aten.PIECE
-    # A column with several pieces has more than `piece` entries: at most two pieces per piece + 1 entries.
+    # A column with several pieces has more than `piece` entries, so there are at most two pieces per piece + 1 entries.
     most = max(1, 2 * values.numel() // (piece + 1))
     sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
     out, bias = x.new_empty((D, N) if column_major else (N, D)), x.new_empty(N)

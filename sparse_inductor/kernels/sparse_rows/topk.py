@@ -1,10 +1,12 @@
-"""Exact top-k of wide rows with a bound: the k-th largest of the maxima of groups of columns is no larger than the k-th
-largest entry, so that only groups whose maximum reaches the bound can hold one of the k largest entries.
+"""Exact top-k of wide rows with a bound.
 
-These are k groups if the maxima are distinct, and only their entries are read again; if more groups reach the bound
-than the list holds (all entries equal, all NaN), the whole row is read. Entries are compared as integer keys of their
-own width with the same order, where -0 equals 0, NaN is above all others, and equal entries are ordered by column:
-exactly k entries are kept.
+The columns are divided into groups. The k-th largest group maximum is no larger than the k-th largest entry, so only
+groups with a maximum that reaches this bound can contain one of the k largest entries. If the maxima are distinct,
+these are k groups, and only their entries are read again. If more groups reach the bound than the list holds (all
+entries equal, all NaN), the whole row is read.
+
+Entries are compared as integer keys of the same width, in the same order: -0 equals 0, NaN is above all other entries,
+and equal entries are ordered by column. Exactly k entries are kept.
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ from ..common.launch import Launcher, launch
 GROUP = 32
 # Groups per program of `_maxima_kernel`: loads of 16 bytes a thread.
 PART = 64
-# Columns that are read at a time where a whole row is read: CHUNK, or A_WARP per warp if that is less.
+# Columns that are read at a time if a whole row is read: CHUNK, or A_WARP per warp if that is less.
 CHUNK, A_WARP = 4096, 1024
-# Bits of keys per warp: fewer warps wait less for each other at each reduction, as long as registers last.
+# Bits of keys per warp. Fewer warps wait less for each other at each reduction, as long as registers suffice.
 HELD = 1 << 15
 # Largest k for which groups are used: more keys do not fit a program's registers.
 MOST = 256
-# Bytes of the encoder's product per chunk of rows: less than the gradients and their buffers take in training. More for
-# a large weight, which every chunk reads again: reading it should take less time than the product (WEIGHT_SHARE).
+# Bytes of the encoder's product per chunk of rows: less than the gradients and their buffers take in training. Chunks
+# are larger for a large weight (WEIGHT_SHARE): every chunk reads it again, which should take less time than the
+# product.
 PRODUCT = 192 << 20
 # Rows per tile of the product; chunks are whole tiles.
 ROWS = 128
@@ -37,7 +40,7 @@ WEIGHT_SHARE = 4
 
 @triton.jit
 def _keys_of(x, BITS: tl.constexpr):
-    """Entries as int32 keys in the same order, NaN above all others; keys of 16-bit entries have 16 bits."""
+    """Return entries as int32 keys in the same order, NaN above all others. 16-bit entries have 16-bit keys."""
     if BITS == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
@@ -51,7 +54,7 @@ def _keys_of(x, BITS: tl.constexpr):
 
 @triton.jit
 def _load_keys(row, at, here, BITS: tl.constexpr):
-    """(entries, keys) of columns `at`; the lowest key where `here` is off."""
+    """Return (entries, keys) of columns `at`, with the lowest key where `here` is false."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     x = tl.load(row + at, mask=here, other=0.0)
     return x, tl.where(here, _keys_of(x, BITS), LOWEST)
@@ -59,7 +62,7 @@ def _load_keys(row, at, here, BITS: tl.constexpr):
 
 @triton.jit
 def _kth(keys, K: tl.constexpr, BITS: tl.constexpr):
-    """The largest number that at least K keys reach, which is the K-th largest key."""
+    """Return the largest number that at least K keys reach, which is the K-th largest key."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     bound = tl.where(tl.sum((keys >= 0).to(tl.int32), 0) >= K, 0, LOWEST)
     bit = tl.full([], 1 << (BITS - 2), tl.int32)
@@ -72,7 +75,7 @@ def _kth(keys, K: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _count(row, N, trial, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """Number of entries of a row whose key is at least `trial`."""
+    """Return the number of entries of a row with a key of at least `trial`."""
     total = tl.zeros([], tl.int32)
     for first in range(0, N, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -83,7 +86,7 @@ def _count(row, N, trial, CHUNK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _put(values, indices, x, at, keys, bound, taken, ties, equal):
-    """Append the entries above the bound, and the first `ties` entries that equal it, behind the `taken` entries
+    """Append the entries above the bound, and the first `ties` entries that equal it, after the `taken` entries
     already written. equal: number of earlier entries that equal the bound. Returns the new (taken, equal)."""
     above = keys > bound
     same = keys == bound
@@ -100,7 +103,7 @@ def _put_whole(
     row, values, indices, N, reached, K: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr
 ):
     """Write the K largest entries of a row, in column order. reached: a key that at least K entries reach. If at least
-    K exceed it, the row is read once for every bit of a key."""
+    K entries exceed it, the row is read once for every bit of a key."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
     bound = reached
@@ -144,7 +147,7 @@ def _put_listed(
 
 @triton.jit
 def _order(row, values, indices, K: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr):
-    """Sort a row's entries: the largest first, equal ones by column."""
+    """Sort a row's entries: the largest first, equal entries by column."""
     i = tl.arange(0, ROOM)
     at = tl.load(indices + i, mask=i < K, other=0)
     _, key = _load_keys(row, at, i < K, BITS)
@@ -250,7 +253,7 @@ def encode(
     ordered: bool,
     run: Launcher = launch,
 ) -> tuple[Tensor, Tensor]:
-    """(values, int64 indices) [M, k], the top-k of x @ weight.t() + bias, which may be given as `scores`."""
+    """Return (values, int64 indices) [M, k], the top-k of x @ weight.t() + bias, which may be given as `scores`."""
     M, N = len(x), len(weight)
     values = x.new_empty(M, k)
     indices = x.new_empty(M, k, dtype=torch.int64)

@@ -1,15 +1,15 @@
 """Backward of the SPLADE head: two sums of gathered rows, in a fixed order.
 
 The forward saves, for each sequence b and vocabulary entry v, the position winner[b, v] of the largest logit and that
-logit, peak[b, v]. Only that logit has a gradient, g[b, v] = grad[b, v] * program'(peak[b, v]), where the program is the
-steps before and after the maximum with the winner's row operands:
+logit, peak[b, v]. Only that logit has a gradient, g[b, v] = grad[b, v] * program'(peak[b, v]), where `program` consists
+of the steps before and after the maximum with the winner's row operands:
 
     grad_hidden[b, winner[b, v], :] += g[b, v] * weight[v, :]
     grad_weight[v, :]               += g[b, v] * hidden[b, winner[b, v], :]
     grad_bias[v]                    += g[b, v]
 
 An entry is active if g is not 0 and there is a winner. One program computes an output row as the sum over a list of
-active entries in list order: without float atomics, results are bitwise repeatable. The lists are
+active entries, in list order. There are no float atomics, so results are bitwise reproducible. The lists are
 
     by vocabulary entry   a list for each v, in order of b: a running count per column (`_list_by_entry`)
     by position           a list for each b, in order of (winner, v): a stable counting sort in three kernels.
@@ -17,8 +17,8 @@ active entries in list order: without float atomics, results are bitwise repeata
                           each tile's run of a position, `_merge_tiles` moves the entries there. A vocabulary of
                           one tile needs only the first kernel
 
-A list has room for all entries, so that sizes do not depend on data: there is no host synchronisation, and CUDA graphs
-work. Memory is bounded by processing v, or b, in slabs (`_SCRATCH_BYTES`).
+A list has room for all entries, so that sizes do not depend on data. This avoids host synchronisation and supports CUDA
+graphs. Memory is bounded by processing v, or b, in slabs (`_SCRATCH_BYTES`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ _SCRATCH_BYTES = 40 << 20
 # entries are active, and 0.04 ms less if 2 % are. 8 warps hold 4 keys a thread.
 _TILE = 1024
 _SORT_WARPS = 8
-# Sequences and vocabulary entries per step of `_list_by_entry`: 32 entries are whole sectors of every operand; more
-# sequences take registers, so that fewer programs hide each other's latency.
+# Sequences and vocabulary entries per step of `_list_by_entry`. 32 entries are whole sectors of every operand. More
+# sequences would take more registers, so that fewer programs would run at a time and hide each other's latency.
 _LIST = {"BB": 32, "BV": 32, "num_warps": 4}
-# Its limit of registers per thread: enough for the steps after the maximum. The steps before it, which few sequences
-# have, should not reduce the number of programs on an SM (4).
+# Register limit per thread of `_list_by_entry`, sufficient for the steps after the maximum. The steps before the
+# maximum, which few sequences have, should not reduce the number of programs per SM (4).
 _LIST_REGISTERS = 128
 # 256 columns are one 16-byte bf16 load per thread of one warp. Programs of the same column block run at the same time,
-# and at D = 768 their third of the weight stays in L2, whose latency 8 rows in flight hide. A row with few entries
-# takes less time than starting a program, so that each has 4 rows; with 8 there are too few programs to balance. Rows
-# in flight replace software pipelining with fewer registers.
+# and at D = 768 their third of the weight stays in L2. 8 rows in flight hide the latency of L2. A row with few entries
+# takes less time than starting a program, so each program has 4 rows; with 8 rows there are too few programs to
+# balance. Rows in flight replace software pipelining and take fewer registers.
 _ROW = {"ROWS": 4, "R": 8, "BD": 256, "num_warps": 1, "num_stages": 1}
-# Entries from which on a position is hot: one warp would take longer for it than the rest of the GPU for all others.
+# A position with at least this number of entries is hot: one warp would take longer for it than the rest of the GPU for
+# all other positions.
 _HOT = 512
 # 128 rows of 128 bytes in flight per program, and 12 programs per hot position at D = 768.
 _HOT_ROW = {"R": 128, "BD": 64, "num_warps": 4, "num_stages": 1}
@@ -62,10 +63,10 @@ def _winner_and_gain(
     b, v, mask, some, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides, V,
     STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Winner (int32) and gradient g (fp32) of entries (b, v), any shape; inactive entries get g = 0.
+    """Return winner (int32) and gradient g (fp32) of entries (b, v), any shape; inactive entries get g = 0.
 
     g = grad * STEPS'(peak), with the row operands of (b, winner). If MIXED, g = grad * FAST'(peak) for sequences
-    without per_element[b]; some: whether any of these b has it.
+    without per_element[b]; some: whether per_element is set for any of these b.
     """
     at = b.to(tl.int64) * V + v
     s = tl.load(winner + at, mask=mask, other=-1).to(tl.int32)
@@ -89,7 +90,7 @@ def _winner_and_gain(
 
 @triton.jit
 def _flag(flags, b, MIXED: tl.constexpr):
-    """flags[b] if MIXED, else False."""
+    """Return flags[b] if MIXED, else False."""
     flag = False
     if MIXED:
         flag = tl.load(flags + b) != 0
@@ -101,7 +102,7 @@ def _list_block(
     b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
     B, S, V, v_end, entries, gains, STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Append the active entries of sequences b [BB, 1] to the lists of v [1, BV]; returns their new lengths."""
+    """Append the active entries of sequences b [BB, 1] to the lists of v [1, BV]. Returns their new lengths."""
     s, g = _winner_and_gain(
         b, v, (b < B) & (v < v_end), True, grad, grad_stride_b, grad_stride_v, winner, peak,
         per_element, rows, row_strides, V, STEPS, FAST, MIXED,
@@ -124,7 +125,7 @@ def _list_by_entry(
 ):  # fmt: skip
     """List the active (b * S + winner, g) of each v in order of b.
 
-    A program has BV consecutive v of the slab [v0, v_end) and all b. It reads winner, peak and grad of its columns
+    A program handles BV consecutive v of the slab [v0, v_end) and all b. It reads winner, peak and grad of its columns
     once (2 + 4 + 4 bytes per entry) and writes 8 bytes per active entry, to slots [v - v0, 0..count) of [., B].
     """
     v = v0 + tl.program_id(0) * BV + tl.arange(0, BV)[None, :]
@@ -133,7 +134,7 @@ def _list_by_entry(
     for b0 in range(0, B, BB):
         b = b0 + tl.arange(0, BB)[:, None]
         if MIXED:
-            # The branch contains the whole step: its results would otherwise be moved on both sides.
+            # The branch contains the whole step. With a smaller branch, both sides would have to move its results.
             each = b0 + tl.arange(0, BB)
             some = tl.max(tl.load(per_element + each, mask=each < B, other=0).to(tl.int32), 0)
             if some != 0:
@@ -156,7 +157,7 @@ def _list_by_entry(
 
 @triton.jit
 def _first_not_below(keys, n, target, STEPS: tl.constexpr):
-    """Index of the first of n sorted keys that is >= target, for a vector of targets; n < 2**STEPS."""
+    """Return, for each target, the index of the first of n sorted keys that is >= target; n < 2**STEPS."""
     low = tl.zeros_like(target)
     high = low + n
     for _ in range(STEPS):
@@ -178,10 +179,11 @@ def _sort_tiles(
 ):  # fmt: skip
     """Sort the active entries of a tile by (winner, v) and count them by winner.
 
-    A program has tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4 + 4
-    bytes per entry) and writes keys winner << LOG_T | (v - t T) (4 bytes per active entry) and, 4 bytes per position,
-    starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys. If ALONE, that is
-    with one tile, it also writes the sequence's list: (v, g), 8 bytes per active entry, to slots of [., V].
+    A program handles tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4
+    + 4 bytes per entry) and writes keys winner << LOG_T | (v - t T) (4 bytes per active entry) and, 4 bytes per
+    position, starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys. If
+    ALONE, which means that there is one tile, it also writes the sequence's list: (v, g), 8 bytes per active entry, to
+    slots of [., V].
     """
     tile = tl.program_id(0)
     b = b0 + tile // tiles
@@ -196,7 +198,7 @@ def _sort_tiles(
     key = tl.where(active, (s << LOG_T) | j, 0x7FFFFFFF)
     n = tl.sum(active.to(tl.int32), 0)
     mine = keys + tile.to(tl.int64) * T
-    if n <= FEW:  # compact first: a bitonic sort takes T log^2 T steps, however few keys there are
+    if n <= FEW:  # compact first: a bitonic sort takes T log^2 T steps for any number of keys
         tl.store(mine + tl.cumsum(active.to(tl.int32), 0) - 1, key, mask=active)
         tl.debug_barrier()
         i = tl.arange(0, FEW)
@@ -231,10 +233,10 @@ def _place_tiles(
 ):  # fmt: skip
     """Convert the tiles' starts of a sequence into destinations in its list.
 
-    A program has one sequence. starts[t, s] becomes the difference between an entry's index in the list and its index
-    in the sorted tile t, for entries won by s; offsets[s] = start of position s in the list, offsets[S] = its length;
-    hot[0] = number of positions with at least HOT entries, hot[1:] = these. Reads and writes 4 bytes per (tile,
-    position).
+    A program handles one sequence. starts[t, s] becomes the difference between an entry's index in the list and its
+    index in the sorted tile t, for entries with winner s. offsets[s] = start of position s in the list, offsets[S] =
+    the length of the list. hot[0] = number of positions with at least HOT entries, hot[1:] = these positions. Reads and
+    writes 4 bytes per (tile, position).
     """
     b = tl.program_id(0)
     offsets += b.to(tl.int64) * (S + 1)
@@ -269,10 +271,10 @@ def _merge_tiles(
     STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Move a tile's sorted entries, with their gradients, to their places in the list of the sequence.
+    """Move a tile's sorted entries, with their gradients, to their destinations in the list of the sequence.
 
-    A program has one tile, as in `_sort_tiles`. For each active entry it reads key and destination (4 + 4 bytes) and
-    winner, peak and grad again, and writes (v, g), 8 bytes, to slots of [., V].
+    A program handles one tile, as in `_sort_tiles`. For each active entry it reads key and destination (4 + 4 bytes)
+    and winner, peak and grad again, and writes (v, g), 8 bytes, to slots of [., V].
     """
     tile = tl.program_id(0)
     local = tile // tiles
@@ -296,7 +298,7 @@ def _merge_tiles(
 
 @triton.jit
 def _listed_rows(entries, gains, j, n, table, D, d):
-    """gains[j] * table[entries[j], d], fp32 [j, d]; 0 from slot n on and where the gain is 0."""
+    """Return gains[j] * table[entries[j], d], fp32 [j, d]; 0 from slot n on, and 0 if the gain is 0."""
     row = tl.load(entries + j, mask=j < n, other=0)
     g = tl.load(gains + j, mask=j < n, other=0.0)
     at = row[:, None].to(tl.int64) * D + d[None, :]
@@ -306,7 +308,7 @@ def _listed_rows(entries, gains, j, n, table, D, d):
 
 @triton.jit
 def _sum_listed_rows(entries, gains, n, table, D, d, R: tl.constexpr, BD: tl.constexpr):
-    """Sum of gains[j] * table[entries[j], d] over j < n in order, with R rows in flight."""
+    """Return the sum of gains[j] * table[entries[j], d] over j < n in order, with R rows in flight."""
     acc = tl.zeros([BD], tl.float32)
     for i in range(0, n, R):
         acc += tl.sum(_listed_rows(entries, gains, i + tl.arange(0, R), n, table, D, d), 0)
@@ -322,8 +324,8 @@ def _weight_rows(
 ):  # fmt: skip
     """Compute grad_weight[v] and grad_bias[v] from the list of v.
 
-    A program has BD columns of ROWS consecutive v, one after the other. It reads 8 bytes and BD elements of `hidden`
-    per active entry and writes BD elements per row; the programs of the first columns write grad_bias.
+    A program computes BD columns of ROWS consecutive v, one after the other. It reads 8 bytes and BD elements of
+    `hidden` per active entry and writes BD elements per row; the programs of the first columns write grad_bias.
     """
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     for k in range(ROWS):
@@ -353,8 +355,8 @@ def _hidden_rows(
 ):  # fmt: skip
     """Compute grad_hidden[b, s] from the slots of position s in the list of b, unless there are HOT or more.
 
-    A program has BD columns of ROWS consecutive positions of one sequence, one after the other. It reads 8 bytes and
-    BD elements of `weight` per active entry and writes BD elements per row.
+    A program computes BD columns of ROWS consecutive positions of one sequence, one after the other. It reads 8 bytes
+    and BD elements of `weight` per active entry and writes BD elements per row.
     """
     groups = tl.cdiv(S, ROWS)
     local = tl.program_id(0) // groups
@@ -363,7 +365,8 @@ def _hidden_rows(
     for k in range(ROWS):
         s = (tl.program_id(0) % groups) * ROWS + k
         begin = tl.load(offsets + s, mask=s < S, other=0)
-        n = tl.load(offsets + s + 1, mask=s < S, other=HOT) - begin  # beyond the last: skipped, too
+        # `other` makes rows past the end count as hot, which skips them, too.
+        n = tl.load(offsets + s + 1, mask=s < S, other=HOT) - begin
         if n < HOT:
             at = local.to(tl.int64) * V + begin
             acc = _sum_listed_rows(entries + at, gains + at, n, weight, D, d, R, BD)
@@ -379,7 +382,8 @@ def _hot_hidden_rows(
 ):  # fmt: skip
     """Compute the rows that `_hidden_rows` skips: R partial sums in parallel, then their sum.
 
-    A program has BD columns of every `programs`-th hot row of one sequence; bytes as in `_hidden_rows`.
+    A program computes BD columns of every `programs`-th hot row of one sequence. It reads and writes the same number of
+    bytes as `_hidden_rows`.
     """
     local = tl.program_id(0) // programs
     hot += local.to(tl.int64) * hot_stride
@@ -434,15 +438,15 @@ def backward(
     outer_fast: Program | None = None,
     needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the SPLADE head with respect to hidden, weight and bias.
+    """Return the gradients of the SPLADE head with respect to hidden, weight and bias.
 
     Args:
         grad: [B, V], any float dtype and strides.
         hidden, weight, bias: [B, S, D], [V, D] and [V] or None, as in the forward.
-        winner: [B, V] signed integer; the position that won the max, or -1 where no gradient flows.
-        peak: [B, V] fp32; the logit that won.
-        outer: scalar steps after the max.
-        inner: steps run on each logit before the max.
+        winner: [B, V] signed integer; the position of the maximum, or -1 if there is no gradient.
+        peak: [B, V] fp32; the logit of the maximum.
+        outer: scalar steps after the maximum.
+        inner: steps on each logit before the maximum.
         rows: the operands of the row steps of `inner`, each [B, S] of any real or bool dtype and strides. They get no
             gradient.
         per_element: [B] bool, the sequences that ran `inner`; None for all. The others ran `outer_fast` (default
@@ -520,7 +524,7 @@ def _grad_hidden(shape, source, programs, weight, grad_hidden):
     offsets = starts if alone else scratch(shape.slab_b, S + 1)
     entries, gains = scratch(shape.slab_b, V), scratch(shape.slab_b, V, dtype=torch.float32)
     hot = scratch(shape.slab_b, 1 + V // _HOT)
-    # A warp sums the entries of one tile in at most 128 steps: another launch would not pay.
+    # A warp sums the entries of one tile in at most 128 steps, so another launch is not worthwhile.
     hot_programs = 0 if alone else min(V // _HOT, 8)
     tiles_padded = triton.next_power_of_2(tiles)
     for slab in _slabs(shape.B, shape.slab_b):

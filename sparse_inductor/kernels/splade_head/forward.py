@@ -3,10 +3,10 @@
     values[b, v] = max(outer(peak[b, v]), fill[b])
     peak[b, v]   = max_s (hidden[b, s] . weight[v] + add[b, s]) + bias[v]
 
-or, with steps `inner` before the maximum, max_s inner(hidden[b, s] . weight[v] + bias[v]) in place of
-peak[b, v], which is then the logit that won. The logits [B, S, V] never reach memory. The vocabulary is
-on the M side of the matrix product and the positions are on the N side, so that the maximum runs
-along the rows of an accumulator, each of which one warp holds.
+With steps `inner` before the maximum, max_s inner(hidden[b, s] . weight[v] + bias[v]) replaces peak[b, v] in the first
+equation, and peak[b, v] is the logit of the maximum. The logits [B, S, V] are never written to memory. The vocabulary
+is the M dimension of the matrix product and the positions are the N dimension, so that the maximum runs along the rows
+of an accumulator. One warp holds each row.
 
 `forward` launches the kernels. The kernel here is portable Triton and also runs in the interpreter;
 `splade_head.hopper` is the same reduction for Hopper GPUs.
@@ -36,10 +36,10 @@ except ImportError:  # a Triton without Gluon, or with another Gluon
 
 NEG_INF = tl.constexpr(float("-inf"))
 
-# Multiplications up to which the portable kernel is used: `splade_head.hopper` would save less than the launch takes
-# that lists its positions.
+# The portable kernel is used up to this number of multiplications. `splade_head.hopper` would save less time than its
+# additional launch takes, which lists the positions.
 FEW = 1 << 24
-# Flags of sequences that a program loads at a time: all of most batches.
+# Flags of sequences that a program loads at a time; most batches have fewer sequences.
 _FLAGS = 1024
 
 
@@ -58,7 +58,7 @@ class Tile:
 
 
 def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
-    """The tile for this dtype, program and machine."""
+    """Return the tile for this dtype, program and GPU."""
     if hidden.device.type != "cuda":
         return Tile(32, 32, 32, 4, 1)  # interpreter: small, so that small shapes take several tiles
     facts = ["steps"] if inner else []
@@ -70,13 +70,13 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
 
 @triton.jit
 def _wanted(flags, b, B, WANT: tl.constexpr):
-    """1 for each sequence b whose flag is WANT, else 0."""
+    """Return 1 for each sequence b with flag WANT, else 0."""
     return (tl.load(flags + b, mask=b < B, other=1 - WANT) == WANT).to(tl.int32)
 
 
 @triton.jit
 def _how_many(flags, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of sequences whose flag is WANT; reads B bytes."""
+    """Return the number of sequences with flag WANT. Reads B bytes."""
     n = 0
     for b0 in range(0, B, BLOCK):
         n += tl.sum(_wanted(flags, b0 + tl.arange(0, BLOCK), B, WANT), 0)
@@ -85,7 +85,7 @@ def _how_many(flags, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth(flags, n, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
-    """The n-th sequence, from 0, whose flag is WANT, which must exist; reads up to B bytes."""
+    """Return the n-th sequence, counted from 0, with flag WANT. It must exist. Reads up to B bytes."""
     b = tl.arange(0, BLOCK)
     wanted = _wanted(flags, b, B, WANT)
     here = tl.sum(wanted, 0)
@@ -99,13 +99,13 @@ def _nth(flags, n, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """The halves [A, n] of a tensor [A, 2n]; no data moves if a thread holds both."""
+    """Return the halves [A, n] of a tensor [A, 2n]. No data moves if a thread holds both."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @triton.jit
 def _quarters(x):
-    """The quarters [A, n] of a tensor [A, 4n]."""
+    """Return the quarters [A, n] of a tensor [A, 4n]."""
     left, right = _halves(x)
     q0, q1 = _halves(left)
     q2, q3 = _halves(right)
@@ -141,15 +141,15 @@ def _best_of(
 
 @triton.jit
 def _top(x):
-    """The maximum of each row; NaN if there is one, which tl.max ignores on a GPU."""
+    """Return the maximum of each row, or NaN if the row contains NaN, which tl.max ignores on a GPU."""
     top = tl.max(x, 1)
     return tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), top)
 
 
 @triton.jit
 def _first(x, top, s, S):
-    """The first position of each row's maximum."""
-    # ~(x < top): the columns that equal the top; all of them where it is NaN.
+    """Return the first position of each row's maximum."""
+    # ~(x < top) selects the columns that equal the maximum, and all columns if it is NaN.
     return tl.min(tl.where(x < top[:, None], S, s[None, :]), 1)
 
 
@@ -167,11 +167,11 @@ def _peak_kernel(
 ):  # fmt: skip
     """A program computes BV columns of one sequence at a time: values, winner, peak [b, v0:v0 + BV].
 
-    For each tile of BS positions with a kept one it reads BV * D elements of weight and BS * D of
-    hidden, and for every tile 4 bytes of `add` per position; it writes BV values and, if wanted, BV
-    winners and 4 * BV bytes of peak. Programs stride over the tiles, sequences fastest, so that
-    programs that run at the same time share weight rows. If SELECTED, only sequences with
-    flags[b] == WANT are computed, which each program finds itself.
+    For each tile of BS positions with at least one kept position it reads BV * D elements of weight and BS * D elements
+    of hidden; for every tile it reads 4 bytes of `add` per position. It writes BV values and, if wanted, BV winners and
+    4 * BV bytes of peak. Programs stride over the tiles, with sequences as the fastest dimension, so that programs that
+    run at the same time share weight rows. If SELECTED, only sequences with flags[b] == WANT are computed; each program
+    finds them itself.
     """
     sequences = _how_many(flags, B, WANT, BLOCK) if SELECTED else B
     blocks = tl.cdiv(V, BV)
@@ -186,7 +186,7 @@ def _peak_kernel(
         weight_rows = weight + v.to(tl.int64)[:, None] * stride_wv
         best = tl.full([BV], NEG_INF, tl.float32)
         where = tl.full([BV], 0, tl.int32)
-        won = best  # the logit behind the best
+        won = best  # the logit that gave the maximum
         if HAS_BIAS:
             shift = tl.load(bias + v, mask=in_v, other=0.0).to(tl.float32)
         for s0 in range(0, S, BS):
@@ -236,13 +236,13 @@ def _peak_kernel(
                             )  # fmt: skip
                 else:
                     if (tl.min(plus, 0) != 0.0) | (tl.max(plus, 0) != 0.0):
-                        # A dropped position is dropped even if its logit is NaN: NaN + -inf is NaN.
+                        # A dropped position stays dropped even if its logit is NaN: NaN + -inf would be NaN.
                         acc = tl.where(plus[None, :] == NEG_INF, NEG_INF, acc + plus[None, :])
                     top = _top(acc)
                     if WANT_WINNER:
                         where = tl.where(top > best, _first(acc, top, s, S), where)
                     best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
-        # Nothing kept: tested before the bias is added, which may be -inf.
+        # No position is kept. This is tested before the bias is added, because the bias may be -inf.
         none = best == NEG_INF
         if HAS_BIAS and len(INNER) == 0:
             best += shift
@@ -262,7 +262,7 @@ def _peak_kernel(
 
 
 def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False):
-    """The portable kernel over all sequences, or over those with flags[b] == want."""
+    """Launch the portable kernel for all sequences, or for sequences with flags[b] == want."""
     hidden, weight, bias, add, fill = operands
     values, winner, peak = outputs
     B, S, D = hidden.shape
@@ -289,7 +289,7 @@ def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False)
 
 
 def _reduce(operands, outputs, outer, skip=None, positions=None):
-    """The path without `inner`, for all sequences or those with skip[b] False."""
+    """Run the path without `inner` for all sequences, or for sequences with skip[b] == False."""
     hidden, weight = operands[:2]
     few = hidden.numel() * weight.shape[0] <= FEW
     if hopper is not None and not few and hopper.applies(hidden, weight, outer):
@@ -314,7 +314,7 @@ def forward(
     winner_dtype: torch.dtype | None = None,
     positions: Positions | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Values [B, V] of the SPLADE head and, if wanted, winner and peak [B, V].
+    """Return values [B, V] of the SPLADE head and, if wanted, winner and peak [B, V].
 
     hidden [B, S, D] and weight [V, D], fp32, fp16 or bf16, any strides; bias [V] of any float dtype
     or None. Products accumulate in fp32; fp32 operands follow `torch.get_float32_matmul_precision`.
@@ -324,15 +324,15 @@ def forward(
     contribute to the maximum.
 
     Without `inner`, peak[b, v] = max_s (acc + add[b, s]) + bias[v] and
-    values = max(outer(peak), fill[b]), in `out_dtype` (hidden's by default). `outer` holds scalar
-    steps only. A NaN logit gives a NaN value.
+    values = max(outer(peak), fill[b]), in `out_dtype` (hidden's by default). `outer` contains
+    only scalar steps. A NaN logit gives a NaN value.
 
     With `inner`, values are max(outer(y), fill[b]) of the maximum y = max_s inner(acc + bias[v]),
-    element by element; `add` only drops. peak is the logit acc + bias[v] that gave the maximum, NaN
-    where that is NaN. A row step reads its operand in rows, each [B, S] of any real or bool dtype
-    and strides. With a bool tensor per_element [B], only its True sequences are computed this way; the
-    others take the path without `inner`, with `outer_fast` as their outer program. Both are launched,
-    and each skips the other's sequences, without a host synchronisation.
+    element by element; `add` only drops positions. peak is the logit acc + bias[v] that gave the
+    maximum, or NaN if the maximum is NaN. A row step reads its operand in rows, each [B, S] of any real
+    or bool dtype and any strides. With a bool tensor per_element [B], only its True sequences are
+    computed this way. The others take the path without `inner`, with `outer_fast` as their outer
+    program. Both kernels are launched and skip each other's sequences, without a host synchronisation.
 
     positions: the result of `classify` for `add`, if available.
 
@@ -363,7 +363,8 @@ def forward(
         elif per_element is None:
             _launch(operands, outputs, outer, inner, rows)
         else:
-            # First, since it computes nearly all sequences of nearly all batches while the host launches the other one.
+            # Launched first: it computes nearly all sequences of nearly all batches while the host launches the other
+            # kernel.
             _reduce(operands, outputs, outer_fast, per_element, positions)
             _launch(operands, outputs, outer, inner, rows, per_element, True)
     return outputs

@@ -1,15 +1,14 @@
 """The SPLADE head's forward on Hopper GPUs: a warp-specialised persistent kernel in Gluon.
 
-One warp copies operand tiles into a ring of shared-memory stages with TMA. Two
-warpgroups each multiply 64 vocabulary rows of their own by the same 256 positions, and
-reduce their accumulator while the other one keeps the tensor cores busy.
+One warp copies operand tiles into a ring of shared-memory stages with TMA. Two warpgroups multiply 64 different
+vocabulary rows each by the same 256 positions. Each warpgroup reduces its accumulator while the other one keeps the
+tensor cores busy.
 
-The 256 positions of a tile are 8 granules of 32 consecutive positions, the next 8 of a list of all
-granules with a kept position. So a tile may end one sequence and begin the next, and padding
-costs at most 31 positions a sequence. The last granule of a run of kept positions ends where the
-run ends: it repeats some positions of the previous one, which does not change a maximum, so that
-no mask is needed. The epilogue of a finished sequence (reduction over lanes, elementwise program,
-stores) runs while the tensor cores compute the next tile.
+The 256 positions of a tile are 8 granules of 32 consecutive positions, taken in order from a list of all granules with
+a kept position. Therefore a tile may end one sequence and begin the next, and padding costs at most 31 positions per
+sequence. The last granule of a run of kept positions ends where the run ends. It repeats some positions of the previous
+granule, which does not change a maximum, so that no mask is needed. The epilogue of a finished sequence (reduction over
+lanes, elementwise program, stores) runs while the tensor cores compute the next tile.
 """
 
 from __future__ import annotations
@@ -45,17 +44,19 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 # Features per stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
 DEPTH = gl.constexpr(64)
-# 48 KiB each; four fit the 227 KiB of an SM.
+# Stages of 48 KiB each; four fit the 227 KiB of an SM.
 STAGES = gl.constexpr(4)
-# Flag of a granule, a byte: 0 if all its positions are kept with add == 0, n if only the first n are; else MIXED: `add`
-# decides.
+# Flag of a granule, one byte: 0 if all its positions are kept with add == 0; n if only the first n are; otherwise
+# MIXED, and `add` decides.
 MIXED = gl.constexpr(255)
-# Instead of a sequence's shift from slots to positions: its kept positions are no run, and the list has them.
+# Replaces a sequence's shift from slots to positions if its kept positions are not a single run. The positions are then
+# read from the list.
 HOLES = gl.constexpr(-(2**31))
-# Most slots per group of sequences. Its hidden states (15 MiB at D = 768) stay in L2 while the whole
-# weight is read; longer groups read the weight fewer times and have fewer partial tiles.
+# Maximum slots, which are entries of the list of granules, per group of sequences. The hidden states of a group (15 MiB
+# at D = 768) stay in L2 while the whole weight is read. Longer groups read the weight fewer times and have fewer
+# partial tiles.
 GROUP_SLOTS = tl.constexpr(320)
-# Numbers of groups that are compared.
+# Candidate numbers of groups that are compared.
 CHOICES = tl.constexpr(256)
 
 NEG_INF = gl.constexpr(float("-inf"))
@@ -68,13 +69,13 @@ def _list_kernel(
     B, S, parts, granules, blocks, programs,
     HAS_SPANS: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program lists the granules of all sequences that hold a kept position, in order, in slots.
+    """One program lists, in order, the granules of all sequences that contain a kept position, one per slot.
 
     rows[slot] = b * S + s of a granule's first position, flags[slot] = its flag; 8 padding slots follow.
     sequences[k, 5] = the k-th listed sequence: its first slot, the end of its slots, b, the shift from
     slot * GRANULE + column to a position (or HOLES), and the number of positions that its last granule
-    repeats; two sequences without an end follow. A sequence with skip[b] set is not listed; any other
-    one without a kept position lists its first granule, so that its columns are written.
+    repeats; two sequences without an end follow. A sequence with skip[b] set is not listed. Any other
+    sequence without a kept position is listed with its first granule, so that its columns are written.
     groups[0] = the number of groups, groups[1 + 2 * i:] = the first slot and the first sequence of
     group i.
 
@@ -108,7 +109,7 @@ def _list_kernel(
         for g0 in range(0, granules, WIDE):
             g = g0 + tl.arange(0, WIDE)
             there = (mine & (run == 0))[:, None] & (g < granules)[None, :]
-            if HAS_SPANS:  # without, all of a sequence is one run
+            if HAS_SPANS:  # without spans, a sequence is one run
                 at = b.to(tl.int64)[:, None] * granules + g[None, :]
                 kind = tl.load(kinds + at, mask=there, other=0)
                 number += tl.sum((kind & KEPT).to(tl.int32), 1)
@@ -148,8 +149,9 @@ def _list_kernel(
     tl.store(flags + total + more, (more * 0).to(tl.uint8))
     field = tl.where(more == 0, total, tl.where(more % 5 == 1, 2**30, 0))
     tl.store(sequences + listed * 5 + more, field, mask=more < 10)
-    # The number of groups that minimises the time of the longest program: that has ceil(number * blocks /
-    # programs) units as long as a group, which ends in half a tile on average.
+    # Choose the number of groups that minimises the time of the longest program, which has
+    # ceil(number * blocks / programs) units. A unit takes the time of its group's tiles; on average, half of the last
+    # tile is padding.
     choice = tl.cdiv(total, GROUP_SLOTS) + tl.arange(0, CHOICES)
     units = tl.cdiv(tl.maximum(choice, 1) * blocks, programs).to(tl.float32)
     length = total * 1.0 / (tl.maximum(choice, 1) * GRANULES).to(tl.float32) + 0.5
@@ -207,16 +209,16 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """The halves [A, B, n] of a tensor [A, B, 2n]."""
+    """Return the halves [A, B, n] of a tensor [A, B, 2n]."""
     n: gl.constexpr = x.shape[2] // 2
     return x.reshape([x.shape[0], x.shape[1], 2, n]).permute((0, 1, 3, 2)).split()
 
 
 @gluon.jit
 def _granules(acc, PIECE: gl.constexpr):
-    """The 8 granules of an accumulator, each [64, 4, 8]: row, lane of the row's quad, element of the lane.
+    """Return the 8 granules of an accumulator, each [64, 4, 8]: row, lane of the row's quad, element of the lane.
 
-    A thread keeps its 8 elements of each granule: no data moves.
+    Each thread keeps its 8 elements of each granule, so no data moves.
     """
     x = acc.reshape([ROWS, GRANULES, 4, 4, 2]).permute((0, 3, 1, 2, 4))
     a0, a1 = _halves(x.reshape([ROWS, 4, 8 * GRANULES]))
@@ -247,9 +249,9 @@ def _first_max(v, i, w, j):
 
 @gluon.jit
 def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
-    """Fold a granule into each thread's running maximum; ties keep the first, NaN propagates.
+    """Fold a granule into each thread's running maximum. Ties keep the first granule; NaN propagates.
 
-    Keeping the granule that raised the maximum, and searching for its column once a sequence, takes two
+    The granule that raised the maximum is kept, and its column is searched once per sequence. This takes two
     instructions per element; carrying the column takes three.
     """
     if WANT_WINNER:
@@ -261,10 +263,10 @@ def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
 
 @gluon.jit
 def _sequence(sequences, k):
-    """(end of slots, b, shift, positions repeated at the end) of the k-th listed sequence.
+    """Return (end of slots, b, shift, positions repeated at the end) of the k-th listed sequence.
 
-    They are loaded where the sequence is written: if they are carried through the loops, Triton 3.6 uses their values
-    from before the loops.
+    These values are loaded when the sequence is written. If they were carried through the loops, Triton 3.6 would use
+    their values from before the loops.
     """
     at = sequences + k * 5
     return gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
@@ -272,9 +274,9 @@ def _sequence(sequences, k):
 
 @gluon.jit
 def _positions(best, where, saved, column):
-    """Slot * GRANULE + column of each thread's maximum [64, 4], the first among ties.
+    """Return slot * GRANULE + column of each thread's maximum [64, 4], the first among ties.
 
-    NaN equals no column and gets its granule's last one.
+    A NaN equals no column and gets the last column of its granule.
     """
     at = gl.where(saved == best[:, :, None], column[None, :, :], GRANULE - 1)
     return where * GRANULE + gl.min(at, 2)
@@ -291,7 +293,7 @@ def _write_columns(
         top, at = gl.reduce((best, at), 1, _first_max)
     else:
         top = gl.reduce(best, 1, _max)
-    none = top == NEG_INF  # nothing kept, whatever the bias is
+    none = top == NEG_INF  # no position is kept, regardless of the bias
     if HAS_BIAS:
         top += bias
     y = evaluate(top, OUTER)
@@ -309,14 +311,14 @@ def _write_columns(
         else:
             s = at + shift
             s = gl.where(at >= (stop - 1) * GRANULE, s - repeats, s)
-        # The position of a NaN may lie beyond the end.
+        # The position of a NaN may be past the end.
         s = gl.where(lost, -1, gl.minimum(s, S - 1))
         gl.store(winner + out, s.to(winner.dtype.element_ty), mask=in_v)
 
 
 @gluon.jit
 def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
-    """Granule g of the tile that begins at rows[0], with -inf at dropped positions."""
+    """Return granule g of the tile that begins at rows[0], with -inf at dropped positions."""
     first = ((flag >> (8 * g)) & 0xFF).to(gl.int32)
     if first != 0:
         if HAS_ADD and first == MIXED:
@@ -324,7 +326,7 @@ def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
             s = row % S + column
             at = (row // S).to(gl.int64) * strides[0] + s.to(gl.int64) * strides[1]
             plus = gl.load(add + at, mask=s < S, other=NEG_INF)[None, :, :]
-            # A sum alone would not do: NaN + -inf is NaN.
+            # Adding -inf is not sufficient, because NaN + -inf is NaN.
             piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
         else:
             piece = gl.where((column < first)[None, :, :], piece, NEG_INF)
@@ -333,7 +335,7 @@ def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
 
 @gluon.jit
 def _mask_tile(p, flag, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
-    """The granules of a tile, masked according to their flags."""
+    """Return the granules of a tile, masked according to their flags."""
     return (
         _mask(p[0], flag, 0, rows, column, add, S, strides, HAS_ADD),
         _mask(p[1], flag, 1, rows, column, add, S, strides, HAS_ADD),
@@ -357,7 +359,7 @@ def _reduce_tiles(
 
     For each of two rows a thread holds the running maximum over its columns, the slot of the granule
     with the maximum and that granule's 8 elements; the four lanes of a row are reduced when the
-    sequence is written. Up to three sequences that end in a tile are written later.
+    sequence is written. Up to three sequences that end in a tile are written during the next one.
     """
     (
         h_ring, w_ring, full, empty, bias, add, fill, rows, flags, sequences, groups,
@@ -400,7 +402,7 @@ def _reduce_tiles(
         best0, best1, best2 = best, best, best
         at0, at1, at2 = where, where, where
         for slot in range(begin, end, GRANULES):
-            # The flags of this tile's granules, which may lie in two words.
+            # The flags of this tile's granules, which may span two words.
             word = flags + slot // GRANULES
             bit = (8 * (slot % GRANULES)).to(gl.int64)
             flag = (gl.load(word) >> bit) | ((gl.load(word + 1) << 1) << (63 - bit))
@@ -417,7 +419,7 @@ def _reduce_tiles(
                     else:
                         acc = warpgroup_mma(w, h, acc, is_async=True)
                     if k_block == (1 if EACH > 1 else 0):
-                        while done > 0:  # beside the tensor cores' work
+                        while done > 0:  # while the tensor cores work
                             _write_columns(
                                 best0, at0, sequences, k - done, rows, v, in_v, offset, fill,
                                 values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
@@ -488,8 +490,8 @@ def _reduce_tiles(
             done -= 1
 
 
-# Sizes that change from batch to batch: specialising on their divisibility would compile further kernels, for
-# seconds each.
+# Sizes that change from batch to batch. Specialising on their divisibility would compile additional kernels, which
+# takes seconds for each.
 SIZES = ["blocks", "S", "V", "stride_ab", "stride_as"]
 
 
@@ -501,9 +503,9 @@ def _peak_kernel(
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """A program has units of 128 vocabulary rows x a group of sequences, strided over the grid.
+    """A program computes units of 128 vocabulary rows x a group of sequences, strided over the grid.
 
-    Vocabulary is the fast dimension of the units, so that all programs read the same hidden states
+    The vocabulary is the fast dimension of the units, so that all programs read the same hidden states
     at about the same time. A unit reads its 128 * D weight elements once per tile and the group's
     hidden states once, both from L2, and writes 128 values (and winners, and peaks) per sequence.
     """
@@ -536,7 +538,7 @@ def _peak_kernel(
             (_copy_tiles, (source, KBLOCKS)),
         ],
         [4, 1],
-        # Registers: 2 x 240 for accumulators and running maxima, 24 for the producer, 504 of 512 a lane.
+        # Registers: 2 x 240 for accumulators and running maxima, 24 for the producer; 504 of 512 per lane.
         [240, 24],
     )
 
@@ -569,7 +571,7 @@ def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
 
 
 def _rows(hidden: torch.Tensor) -> torch.Tensor:
-    """hidden [B, S, D] as TMA-addressable rows [B * S, D]; a copy only if its strides require one."""
+    """Return hidden [B, S, D] as TMA-addressable rows [B * S, D], copied only if its strides require it."""
     B, S, D = hidden.shape
     batch, token, feature = hidden.stride()
     if B == 1 or S == 1 or batch == S * token:
@@ -589,8 +591,8 @@ def launch(
 ) -> None:
     """Write outputs (values, winner, peak) from operands (hidden, weight, bias, add, fill).
 
-    As `splade_head.forward.forward` without `inner`; sequences with skip[b] set are not written.
-    positions: the result of `classify` for `add`.
+    Computes the same as `splade_head.forward.forward` without `inner`. Sequences with skip[b] set are not
+    written. positions: the result of `classify` for `add`.
     """
     hidden, weight, bias, add, fill = operands
     values, winner, peak = outputs
@@ -628,7 +630,7 @@ def launch(
         unused if peak is None else peak,
         blocks, S, V, *((0, 0) if add is None else add.stride()),
     )  # fmt: skip
-    # Rounds of two steps; longer ones run 1 to 2 % slower and compile for up to 5 s longer.
+    # Rounds of two steps. Longer rounds run 1 to 2 % slower and take up to 5 s longer to compile.
     constants = {
         "KBLOCKS": steps,
         "EACH": 2 - steps % 2,

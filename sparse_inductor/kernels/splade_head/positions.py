@@ -18,10 +18,11 @@ from sparse_inductor.epilogue.steps import ROW, Program, Step
 from ..common.epilogue import _value, encode, row_arguments, row_operand
 from ..common.launch import launch
 
-# Positions per granule, the unit in which `splade_head.hopper` skips positions: a sequence wastes half a granule;
-# smaller ones need more copies per stage.
+# Positions per granule, the unit in which `splade_head.hopper` skips positions. A sequence wastes half a granule on
+# average; smaller granules need more copies per stage.
 GRANULE = tl.constexpr(32)
-# Bits of a granule: it has a kept position; it has one that is dropped, has something added, or is past the end.
+# Bits of a granule. KEPT: it has a kept position. PARTLY: it has a position that is dropped, is past the end, or has a
+# non-zero number added.
 KEPT = tl.constexpr(1)
 PARTLY = tl.constexpr(2)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -34,11 +35,11 @@ ADDED: Program = (Step("row_add", row=0),)
 class Positions:
     """The positions of B sequences.
 
-    add [B, S] fp32: -inf if dropped, else the number that is added to the logits.
+    add [B, S] fp32: -inf if the position is dropped, else the number that is added to its logits.
     fill [B] fp32: the largest value that dropped positions contribute, -inf if there are none.
     per_element [B] bool or None: sequences that need the general path.
-    spans [B, parts, 4] int32: for each part of a sequence its first kept position (or 2**30), the end of
-        the kept ones (or 0), their number, and whether a number other than 0 is added to one of them.
+    spans [B, parts, 4] int32: for each part of a sequence its first kept position (or 2**30), the end of its
+        kept positions (or 0), their number, and whether a number other than 0 is added to one of them.
     kinds [B, granules] uint8: bits KEPT and PARTLY of each granule.
     """
 
@@ -78,9 +79,9 @@ def _classify_kernel(
 ):  # fmt: skip
     """A program classifies BLOCK positions of a sequence, as `epilogue.plan.lower` does.
 
-    The row steps before item SHIFTS of STEPS precede all other steps. Reads the row operands and, for a
-    position that is multiplied by 0, its hidden states, as words; writes 4 bytes of `add` per
-    position, a byte per granule and 21 bytes.
+    The row steps before item SHIFTS of STEPS precede all other steps. A program reads the row operands
+    and, for positions that are multiplied by 0, the hidden states as words. It writes 4 bytes of `add`
+    per position, 1 byte per granule, and 21 more bytes.
     """
     b = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +139,7 @@ def _classify_kernel(
     tl.store(kinds + part * (BLOCK // GRANULE) + g, kind.to(tl.uint8))
 
 
-# Positions per program, and words of hidden states at a time: 8 loads of 16 bytes per thread in flight.
+# Positions per program, and words of hidden states per step: 8 loads of 16 bytes per thread are in flight.
 _BLOCK, _WORDS = 512, 32
 # The exponent of a format and its lowest bit.
 _EXPONENT = {
@@ -149,7 +150,7 @@ _EXPONENT = {
 
 
 def _words(hidden: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-    """(hidden [B, S, D] as words [B, S, W] of 32 bits, or of 16 if its strides require it; STRIP of `_finite`)."""
+    """Return (hidden [B, S, D] as words [B, S, W] of 32 bits, or 16 if its strides require it; STRIP of `_finite`)."""
     exponent, lowest = _EXPONENT[hidden.dtype]
     if hidden.dtype == torch.float32:
         return hidden.view(torch.int32), (exponent, lowest)
