@@ -186,9 +186,7 @@ def _entries_of_tensor(t: Tensor) -> Entries:
             raise ValueError(f"a matrix must be [N, V], got values of {tuple(t.values().shape)}")
         return Entries(t.crow_indices(), t.col_indices(), t.values(), width)
     if t.layout == torch.sparse_coo:
-        index, weights = compat.coo_entries(
-            t
-        )  # `merged` sorts and adds them later, like all entries
+        index, weights = compat.coo_entries(t)  # unsorted: `merged` sorts and adds all entries
         row, terms = (None, index[0]) if t.dim() == 1 else index
     elif t.layout == torch.sparse_csc:
         row, weights = t.row_indices(), t.values()
