@@ -41,7 +41,7 @@ class Queries:
 
     @property
     def count(self) -> int:
-        """B."""
+        """The number of queries, B."""
         if self.weights is not None:
             return self.weights.shape[0]
         assert self.rows is not None
