@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def csr(offsets: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
-    """A sparse matrix [rows, columns]; nothing about its parts is checked."""
+    """Return a sparse matrix [rows, columns]. Its parts are not checked."""
     _warn_once()
     return torch.sparse_csr_tensor(offsets, columns, values, size, check_invariants=False)
 
 
 @functools.cache
 def _warn_once() -> None:
-    """PyTorch warns once a process that sparse CSR is beta, and 2.11 that nothing is checked, as it is told: that is no
-    news for the user of an operator."""
+    """Trigger and suppress PyTorch's warnings, once per process: that sparse CSR is beta, and in 2.11 that invariants
+    are not checked. They do not concern the user of an operator."""
     none = torch.zeros(2, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,8 @@
-"""ATen implementation of rows with few entries: the CPU path, fp64, and the reference of the kernels.
+"""ATen implementation of rows with few entries: the CPU path, the fp64 path, and the reference of the kernels.
 
-A row is `k` values and their columns. Sums over rows and over columns are bags of an embedding: each is taken in one
-order, in fp32 for 16 bits, and no [M, N] tensor exists but a chunk of the encoder's product.
+A row is `k` values and their columns. Sums over rows and over columns use `embedding_bag`: each is computed in a fixed
+order, with fp32 accumulation for 16-bit dtypes. No [M, N] tensor is materialised except one chunk of the encoder's
+product at a time.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from torch import Tensor
 
 from . import looks_at
 
-# Elements of a chunk: 16 MiB of fp32, so that it stays in a last-level cache.
+# Elements of a chunk: 16 MiB of fp32, which fits into a last-level cache.
 _CHUNK = 1 << 22
-# Entries of a column that one program of a kernel sums; of more there are pieces of so many.
+# The most entries of a column that one kernel program sums. Longer columns are split into pieces of this size.
 PIECE = 256
 
 
 class Columns(NamedTuple):
-    """The entries of each column n, in the order of their rows: entry[start[n] + j] is the place (row * k + i) of the
-    j-th, j < total[n]. ends[n]: the pieces of PIECE entries of all columns up to n, of those that have several. All
-    int32."""
+    """The entries of each column in the order of their rows; all tensors are int32.
+
+    entry[start[n] + j] is the position (row * k + i) of the j-th entry of column n, j < total[n]. ends[n] is the total
+    number of pieces of columns 0 to n, counting only columns of more than PIECE entries.
+    """
 
     entry: Tensor
     start: Tensor
@@ -32,15 +35,15 @@ class Columns(NamedTuple):
 
 
 def top(scores: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, NaN as the largest, of equal ones those of the smallest columns; by size if `ordered`,
-    else by column."""
+    """Return the k largest values of each row and their columns. NaN is the largest value; of equal values those of the
+    smallest columns are selected. Sorted by value if `ordered`, else by column."""
     N = scores.shape[1]
     found, indices = scores.topk(min(k + 1, N), dim=1)
     if k < N:
         last, after = found[:, k - 1 : k + 1].unbind(1) if k else (found[:, 0], found[:, 0])
         tied = (last == after) | (last.isnan() & after.isnan())
         indices = indices[:, :k]
-        # Which of the equal ones topk takes is not said; a stable sort takes the first.
+        # topk does not specify which of equal values it selects; a stable sort selects the first.
         if not looks_at(scores):
             indices = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
         elif len(again := tied.nonzero().squeeze(1)):
@@ -57,7 +60,7 @@ def top(scores: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
 def encode(
     x: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor | None, k: int, ordered: bool
 ) -> tuple[Tensor, Tensor]:
-    """`top` of x @ weight.t() + bias, or of `scores`, which is that."""
+    """Return `top` of x @ weight.t() + bias, or of `scores` if this product is given."""
     M, N = len(x), len(weight)
     values, indices = x.new_empty(M, k), torch.empty(M, k, dtype=torch.int64, device=x.device)
     step = max(1, _CHUNK // max(N, 1))
@@ -69,7 +72,7 @@ def encode(
 
 
 def decode(values: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y[m] = bias + the sum of values[m, i] * weight[indices[m, i]]."""
+    """Return y[m] = bias + sum over i of values[m, i] * weight[indices[m, i]]."""
     if not values.numel():
         y = values.new_zeros(len(values), weight.shape[1])
     else:
@@ -79,7 +82,7 @@ def decode(values: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor) -> Tensor:
-    """values[m, i] = x[m] . weight[indices[m, i]]."""
+    """Return values[m, i] = x[m] . weight[indices[m, i]]."""
     (M, k), D = indices.shape, weight.shape[1]
     values = x.new_empty(M, k)
     step = max(1, _CHUNK // max(k * D, 1))
@@ -103,8 +106,8 @@ def cut_up(entry: Tensor, start: Tensor, total: Tensor) -> Columns:
 
 
 def outer(values: Tensor, x: Tensor, by: Columns, column_major: bool) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the layout of
-    the first."""
+    """Return the sums [N, D] of value * x[row] over the entries of each column, in column-major layout if
+    `column_major`, and the sums [N] of the values."""
     sums, totals = _outer(values, x, by)
     return sums.t().contiguous().t() if column_major else sums, totals
 
@@ -114,7 +117,7 @@ def _outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
     if not entry.numel():
         return x.new_zeros(N, x.shape[1]), x.new_zeros(N)
     if looks_at(x) and not x.sum().isfinite():
-        # 0 times what is not finite is NaN: the rows take part in the columns that they have no entry of, too.
+        # 0 times a value that is not finite is NaN, so a row affects the columns in which it has no entry, too.
         h = values.new_zeros(len(values), N)
         column = torch.repeat_interleave(by.total.long())
         h[entry // values.shape[1], column] = values.reshape(-1)[entry]

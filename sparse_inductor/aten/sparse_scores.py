@@ -1,4 +1,4 @@
-"""Sparse scoring through ATen, a bounded number of scores at a time; every result is the same bits on every run."""
+"""Sparse scoring with ATen, a bounded number of scores at a time. Results are bitwise the same on every run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from . import compute_dtype, looks_at
 from .csr import csr
 
-BLOCK = 1 << 24  # scores at a time: 64 MiB of fp32, a few milliseconds of work
-_FEW = 8  # queries up to which a sparse product is faster than bags (measured, two cores)
+BLOCK = 1 << 24  # scores per block: 64 MiB of fp32, a few milliseconds of work
+_FEW = 8  # up to this many queries a sparse product is faster than embedding_bag (measured on two cores)
 
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
     """N sparse rows: terms [nnz] in [0, V], values [nnz], row n from offsets[n] to offsets[n + 1].
 
-    Term V is padding and counts nothing.
+    Term V is padding and is ignored.
     """
 
     offsets: Tensor
@@ -34,9 +34,9 @@ class Documents:
 
 @dataclasses.dataclass(frozen=True)
 class _Lookup:
-    """What one of PyTorch's look-ups says of an index out of range."""
+    """How one of PyTorch's look-up functions treats indices out of range."""
 
-    negative: bool  # whether it counts from the end
+    negative: bool  # whether negative indices count from the end
     error: type[Exception]
 
 
@@ -56,12 +56,12 @@ def documents(
     V: int,
     lookup: str = "",
 ) -> Documents:
-    """The documents of `sparse_scores`'s arguments, by row.
+    """Convert the arguments of `sparse_scores` to documents by row.
 
-    Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit; with `lookup` (a
-    word for the terms, one for the rows or offsets) for what this one of PyTorch's functions refuses, and its error.
-    On a GPU nobody looks: such an entry counts nothing, as the kernels have it, and entries may lie before and behind
-    all documents.
+    Raises IndexError for a term outside [-V, V], a row outside [-N, N), and offsets that do not fit. `lookup` (one word
+    for the terms, one for the rows or offsets) names PyTorch functions to imitate: the values that they reject raise
+    the errors that they raise. On a GPU nothing is checked: invalid entries are ignored, as in the kernels, and there
+    may be entries before the first offset and after the last.
     """
     of_ids, _, of_rows = lookup.partition(" ")
     terms = _terms(ids.reshape(-1), V, of_ids)
@@ -77,7 +77,7 @@ def documents(
         if of_rows == "differences" and bool((offsets[1:] < offsets[:-1]).any()):
             return _backwards(offsets.long(), terms, values)
         first, last = _ends(offsets, ids.numel(), of_rows)
-        here = slice(first, last)  # what lies before and behind is no document's
+        here = slice(first, last)  # entries before and after belong to no document
         return Documents(offsets.long() - first, terms[here], values[here])
     assert rows is not None
     rows = _wrapped(rows.reshape(-1), num_docs, num_docs - 1, "rows", of_rows)
@@ -94,7 +94,7 @@ def _terms(ids: Tensor, V: int, lookup: str) -> Tensor:
 
 
 def _wrapped(index: Tensor, size: int, most: int, name: str, lookup: str = "") -> Tensor:
-    """Indices with negative ones counted from the end, where the look-up does."""
+    """Check indices, and convert negative ones, which count from the end, if the look-up supports them."""
     if not looks_at(index):
         return torch.where(index < 0, index + size, index)
     if index.numel() == 0:
@@ -109,7 +109,8 @@ def _wrapped(index: Tensor, size: int, most: int, name: str, lookup: str = "") -
 
 
 def _backwards(offsets: Tensor, terms: Tensor, values: Tensor) -> Documents:
-    """Documents by differences of prefix sums at offsets that may fall: what is between two that do is subtracted."""
+    """Return documents that are defined by differences of prefix sums at their offsets, which may decrease. Entries
+    between decreasing offsets are subtracted."""
     low, high = torch.minimum(offsets[:-1], offsets[1:]), torch.maximum(offsets[:-1], offsets[1:])
     if int(low.min()) < 0 or int(high.max()) > terms.numel():
         raise IndexError(f"offsets must be in [0, {terms.numel()}]: index out of range")
@@ -121,7 +122,7 @@ def _backwards(offsets: Tensor, terms: Tensor, values: Tensor) -> Documents:
 
 
 def _ends(offsets: Tensor, nnz: int, rule: str) -> tuple[int, int]:
-    """The first and the last offset of some that rise and stay within the entries."""
+    """Return the first and the last offset, after checking that offsets are non-decreasing and within the entries."""
     falls = bool((offsets[1:] < offsets[:-1]).any())
     first, last = int(offsets[0]), int(offsets[-1])
     if (rule == "bags" and first != 0) or (rule == "lengths" and last != nnz):
@@ -136,11 +137,11 @@ def _ends(offsets: Tensor, nnz: int, rule: str) -> tuple[int, int]:
 
 
 def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
-    """(first document, scores [B, n]) for blocks of documents, in the compute dtype."""
+    """Yield (first document, scores [B, n]) for blocks of documents, in the compute dtype."""
     B, V = query.shape
     dtype = compute_dtype(query, docs.values)
     step = max(1024, block // max(B, 1))
-    table = F.pad(query.to(dtype), (0, 1)).t().contiguous()  # [V + 1, B]: term V counts nothing
+    table = F.pad(query.to(dtype), (0, 1)).t().contiguous()  # [V + 1, B]: term V has weight 0
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         yield 0, _all_scores(table, docs, dtype)
         return
@@ -150,7 +151,7 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
         start, end = int(offsets[0]), int(offsets[-1])
         terms, values = docs.terms[start:end], docs.values[start:end].to(dtype)
         offsets = offsets - start
-        if B <= _FEW and looks_at(query):  # cuSPARSE promises no order of the additions
+        if B <= _FEW and looks_at(query):  # cuSPARSE does not guarantee the order of additions
             kind = torch.int32 if small else torch.int64
             rows = csr(offsets.to(kind), terms.to(kind), values, (len(offsets) - 1, V + 1))
             yield first, (rows @ table).t()
@@ -162,7 +163,8 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
 
 
 def _all_scores(table: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
-    """Scores [B, N] where the host cannot ask where a block's entries begin, some queries at a time."""
+    """Return scores [B, N] without reading offsets on the host, which stream capture does not allow. Processes some
+    queries at a time."""
     nnz, B = docs.terms.numel(), table.shape[1]
     step = max(1, BLOCK // max(nnz, 1))
     weights = docs.values.to(dtype).unsqueeze(1)
@@ -176,7 +178,7 @@ def _all_scores(table: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
 
 
 def transposed(docs: Documents, V: int) -> Documents:
-    """The postings: row v holds the documents of term v."""
+    """Return the posting lists: row v holds the documents of term v."""
     ids = docs.terms.long()
     if looks_at(ids):
         rows = torch.repeat_interleave(docs.offsets.diff(), output_size=ids.numel())
@@ -188,5 +190,5 @@ def transposed(docs: Documents, V: int) -> Documents:
     terms, order = torch.sort(ids, stable=True)
     edges = torch.arange(V + 1, device=terms.device)
     offsets = torch.searchsorted(terms, edges)
-    end = int(offsets[-1]) if looks_at(ids) else ids.numel()  # padding is last
+    end = int(offsets[-1]) if looks_at(ids) else ids.numel()  # padding comes last
     return Documents(offsets, rows[order][:end], docs.values[order][:end])

@@ -1,4 +1,4 @@
-"""Exact top-k of scores: the largest first, equal ones by lowest document id, NaN above all numbers."""
+"""Exact top-k of scores: in descending order, equal scores in ascending order of id, NaN above all numbers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _ID_MASK = (1 << _ID_BITS) - 1
 
 
 def keys_of(scores: Tensor, first: int) -> Tensor:
-    """int64 keys of fp32 scores [B, n] of the documents first, first + 1, ...: a larger key is a better document.
+    """Return int64 keys of fp32 scores [B, n] of the documents first, first + 1, ...: larger keys are better documents.
 
-    The high half is the score's bits in the order of the numbers (-0 as 0, every NaN as one), the low half the id,
-    turned round, so that all keys are different and any selection is the selection.
+    The high half holds the bits of the score, transformed so that they compare like the score (-0 as 0, every NaN as
+    the same NaN). The low half is the complement of the id. All keys are thus different, and a top-k of them is unique.
     """
     ids = torch.arange(first, first + scores.shape[-1], device=scores.device)
     return keys_with_ids(scores, ids)
 
 
 def keys_with_ids(scores: Tensor, ids: Tensor) -> Tensor:
-    """The same for documents named one by one."""
+    """Return the keys of `keys_of` for documents with given ids."""
     scores = torch.where(scores.isnan(), float("nan"), scores + 0.0)
     bits = scores.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -30,16 +30,16 @@ def keys_with_ids(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def scores_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The fp32 scores and int64 ids that keys were made of."""
+    """Return the fp32 scores and int64 ids that the keys encode."""
     ordered = (keys >> _ID_BITS).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _ID_MASK - (keys & _ID_MASK)
 
 
 def best_of(parts: Iterable[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor]:
-    """The k best over parts (first id, scores [B, n]), in descending order.
+    """Return the scores and ids of the k best over parts (first id, scores [B, n]), in descending order.
 
-    Holds one part and k keys a query. fp64 scores do not fit a key: they are sorted, stably.
+    Holds one part and k keys per query. fp64 scores do not fit into a key and are sorted stably instead.
     """
     best: Tensor | None = None
     wide: tuple[Tensor, Tensor] | None = None
@@ -57,6 +57,6 @@ def best_of(parts: Iterable[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor
             keys = torch.cat((best, keys), 1)
         best = torch.topk(keys, min(k, keys.shape[1]), dim=1).values
     if wide is not None:
-        return wide[0].contiguous(), wide[1].contiguous()  # a sort keeps its input's order
+        return wide[0].contiguous(), wide[1].contiguous()  # a sort keeps the strides of its input
     assert best is not None, "at least one part"
     return scores_and_ids(best)

@@ -1,4 +1,4 @@
-"""What an index answers: the best documents of queries, and scores."""
+"""Search and scoring: the best documents of queries, and the scores of documents."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def search(
 def in_blocks(
     given: Queries, barred: Tensor, search: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Results of all queries, of which `search` gets a number at a time, fp32 [b, V], and the documents barred for
-    them, bool [N] or [b, N]."""
+    """Return the results of all queries. `search` is called with one block of queries at a time, fp32 [b, V], and the
+    documents barred for them, bool [N] or [b, N]."""
     if barred.dim() == 2 and len(barred) != given.count:
         raise IndexError(f"a mask has {len(barred)} rows for {given.count} queries")
     found, first = [], 0
@@ -59,36 +59,36 @@ def in_blocks(
 
 
 def barred_in(contents: Contents, allow: Any, deny: Any) -> Tensor:
-    """bool [N] or [B, N]: the documents that are in no result."""
+    """Return a mask, bool [N] or [B, N], of the documents that are excluded from results."""
     barred = contents.deleted
     if allow is not None:
-        barred = marked(allow, barred, "allow") <= barred  # barred, or not allowed: one operation
+        barred = marked(allow, barred, "allow") <= barred  # barred or not allowed, in one operation
     if deny is not None:
         barred = barred | marked(deny, barred, "deny")
     return barred
 
 
 def page(scores: Tensor, ids: Tensor, first: int, min_score: float | None) -> tuple[Tensor, Tensor]:
-    """Results from `first` on, of which those below `min_score` are none."""
+    """Return the results from `first` on, with those below `min_score` replaced by -inf and -1."""
     if not (isinstance(first, int) and first == 0):
         scores, ids = scores[..., first:], ids[..., first:]
     if min_score is not None:
         if isinstance(min_score, float) or not torch.compiler.is_compiling():
             min_score = as_float(min_score, "min_score")
-        low = scores < min_score  # not of a query that is not finite, whose scores are NaN
+        low = scores < min_score  # false for the NaN scores of a query that is not finite
         scores, ids = scores.masked_fill(low, float("-inf")), ids.masked_fill(low, -1)
     return scores, ids
 
 
 def all_scores(contents: Contents, q: Tensor) -> Tensor:
-    """fp32 [B, N] of queries fp64 [B, V]; -inf for deleted documents."""
+    """Return scores fp32 [B, N] of queries fp64 [B, V]; -inf for deleted documents."""
     parts = [_segment_scores(s, q) for s in contents.segments]
     found = torch.cat(parts, 1) if parts else q.new_zeros(q.shape[0], 0, dtype=torch.float32)
     return found.masked_fill(contents.deleted, float("-inf"))
 
 
 def candidate_scores(contents: Contents, q: Tensor, documents: Any, single: bool) -> Tensor:
-    """fp32 [B, M] of documents [M], or of [B, M] with a row for each query."""
+    """Return scores fp32 [B, M] of documents [M], or of documents [B, M] with a row for each query."""
     ids = candidate_ids(documents, contents.count).to(contents.device)
     if ids.dim() == 1:
         return _scores_of(contents, q, ids)

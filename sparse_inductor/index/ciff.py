@@ -1,6 +1,6 @@
 """An index in the Common Index File Format, which PISA, JASS, Terrier and Lucene read and write.
 
-The format is https://github.com/osirrc/ciff: protocol buffers, each behind its length.
+The format is https://github.com/osirrc/ciff: a sequence of protocol buffers, each preceded by its length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .segment import Postings, Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
 
-# Tags: field 4 of a list, fields 1 and 2 of a posting
+# Tags: a posting is field 4 of a list; document and impact are fields 1 and 2 of a posting.
 _POSTING, _DOCUMENT, _IMPACT = 0x22, 0x08, 0x10
 
 
@@ -33,12 +33,12 @@ def write_ciff(
 ) -> float:
     """Write a Common Index File Format file, which appears only when it is complete.
 
-    An impact is `round(scale * weight)`. Lost are differences of less than a step of `1 / scale`, and weights below
-    half a step as a whole; a kept weight is off by at most half a step. Deleted documents keep their number and are
-    empty. The postings are in memory once more while they are written.
+    An impact is `round(scale * weight)`. Weights below half a step of `1 / scale` are dropped; the others are off by at
+    most half a step. Deleted documents keep their number and are empty. While the file is written, memory holds a
+    second copy of the postings.
 
     Args:
-        index: whose weights are at least 0.
+        index: an index with weights of at least 0.
         path: the file.
         terms: V strings, the term of each id, such as a tokenizer's vocabulary; default the ids as decimals.
         names: N strings, the name of each document; default the ids as decimals.
@@ -46,10 +46,10 @@ def write_ciff(
         scale: impacts per unit of weight, in place of `bits`.
 
     Returns:
-        the scale, which `read_ciff` takes, and queries of the other engine need.
+        the scale, for `read_ciff` and for queries in the other engine.
 
     Raises:
-        ValueError: a negative weight, an impact of more than 24 bits, terms or names of another number or not unique.
+        ValueError: a weight is negative, an impact exceeds 24 bits, or terms or names have a wrong number or repeat.
     """
     words, labels, scale, parts = impacts_of(index, terms, names, bits, scale)
     rows = Rows.join([*parts])
@@ -83,16 +83,17 @@ def read_ciff(
     weights: str = "float32",
     device: torch.device | str = "cpu",
 ) -> Imported:
-    """Read a Common Index File Format file as an index. All postings are in memory once more while they are read.
+    """Read a Common Index File Format file as an index. Meanwhile, memory holds a second copy of the postings.
 
     Args:
         path: the file, uncompressed.
         terms: V strings, the term of each id; default the terms of the file in its order.
-        scale: what `write_ciff` gave: a weight is `impact / scale`.
-        weights, device: as `SparseIndex.build` takes them.
+        scale: the return value of `write_ciff`: a weight is `impact / scale`.
+        weights, device: see `SparseIndex.build`.
 
     Raises:
-        FileNotFoundError, ValueError: a file that is truncated or no CIFF, or has a term that `terms` has not.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is truncated or not a CIFF file, or has a term that is not in `terms`.
     """
     lists, names = _parsed(path)
     known = None if terms is None else ids_of(terms)
@@ -144,7 +145,7 @@ def _put(file: BinaryIO, message: bytes) -> None:
 
 
 def _posting_list(word: str, postings: Postings, low: int, high: int) -> bytes:
-    """The message of a term's postings, whose documents are written as differences."""
+    """Return the message of a term's postings. Document ids are written as differences."""
     docs = postings.docs[low:high].numpy().astype(np.int64)
     impacts = postings.weights[low:high].numpy().astype(np.int64)
     gap, gap_used = _varints(np.diff(docs, prepend=0))
@@ -160,7 +161,7 @@ def _posting_list(word: str, postings: Postings, low: int, high: int) -> bytes:
 
 
 def _varints(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes [n, 5] of whole numbers, and which of them are written."""
+    """Return the varint bytes [n, 5] of whole numbers, and a mask of the bytes that are written."""
     parts = values[:, None] >> np.arange(0, 35, 7)
     used = parts > 0
     used[:, 0] = True
@@ -169,7 +170,7 @@ def _varints(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parsed(path: FilePath) -> tuple[list[tuple[str, np.ndarray, np.ndarray]], list[str]]:
-    """The posting lists, each a term, documents and impacts, and the documents' names."""
+    """Return the posting lists, each as (term, documents, impacts), and the names of the documents."""
     with open(path, "rb") as file:
         header = _message(file, path)
         lists, count = header.get(2, 0), header.get(3, 0)
@@ -182,13 +183,13 @@ def _parsed(path: FilePath) -> tuple[list[tuple[str, np.ndarray, np.ndarray]], l
             for _ in range(count):
                 record = _message(file, path)
                 names[record.get(1, 0)] = record.get(2, b"").decode()
-        except (TypeError, AttributeError, IndexError):  # a text for a number, or otherwise
+        except (TypeError, AttributeError, IndexError):  # for example, a text in place of a number
             raise damaged from None
     return found, names
 
 
 def _delimited(file: BinaryIO, path: FilePath) -> bytes:
-    """The bytes of the next message."""
+    """Read the bytes of the next message."""
     size, shift = 0, 0
     while True:
         byte = file.read(1)
@@ -213,7 +214,7 @@ def _values(data: bytes, path: FilePath) -> dict[int, Any]:
 
 
 def _fields(data: bytes, path: FilePath) -> Iterator[tuple[int, Any, int]]:
-    """The fields of a message: number, value (int, or bytes), and where the field begins."""
+    """Yield the fields of a message as (number, value, offset of the field); a value is an int or bytes."""
     at = 0
 
     def number() -> int:
@@ -246,23 +247,24 @@ def _fields(data: bytes, path: FilePath) -> Iterator[tuple[int, Any, int]]:
 
 
 def _read_list(data: bytes, path: FilePath) -> tuple[str, np.ndarray, np.ndarray]:
-    """The term, documents and impacts of a message."""
+    """Return the term, documents and impacts of a posting list's message."""
     word, start = "", len(data)
     for field, value, at in _fields(data, path):
         if field == 1:
             word = value.decode()
-        if field == 4:  # postings are the rest of the message
+        if field == 4:  # the rest of the message is postings
             start = at
             break
     found = _posting_columns(np.frombuffer(data, np.uint8)[start:])
-    if found is None:  # another writer's order of fields
+    if found is None:  # the writer used another order of fields
         given = [_values(v, path) for f, v, _ in _fields(data[start:], path) if f == 4]
         found = np.array([[p.get(1, 0), p.get(2, 0)] for p in given], np.int64)
     return word, found[:, 0].cumsum(), found[:, 1]
 
 
 def _posting_columns(data: np.ndarray) -> np.ndarray | None:
-    """The differences of documents and the impacts [n, 2] of postings, if that is all there is, in this order."""
+    """Parse postings as differences of documents and impacts, [n, 2]. Returns None if the data have any other fields or
+    another order of fields."""
     ends = (data < 0x80).nonzero()[0]
     if not len(ends) or ends[-1] + 1 < len(data):
         return None
@@ -270,7 +272,7 @@ def _posting_columns(data: np.ndarray) -> np.ndarray | None:
     starts = np.concatenate(([0], ends[:-1] + 1))
     shifts = (np.arange(len(data)) - np.repeat(starts, ends - starts + 1)) * 7
     numbers = np.add.reduceat((data & 0x7F).astype(np.int64) << shifts, starts)
-    if len(numbers) > 2 and numbers[2] == _IMPACT:  # document 0, not written as it is the default
+    if len(numbers) > 2 and numbers[2] == _IMPACT:  # document 0 is omitted, as the default value
         numbers = np.insert(numbers, 2, (_DOCUMENT, 0))
     if len(numbers) % 6:
         return None

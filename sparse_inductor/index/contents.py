@@ -1,4 +1,4 @@
-"""What an index holds at one time: immutable, so that whoever has it searches one consistent collection."""
+"""Immutable snapshots of the contents of an index. A search that holds one sees a consistent collection."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from . import segment
 from .segment import Segment
 from .sources import Rows
 
-# A segment is merged with the one before it where that is no larger than this many times its size. Documents that come
-# one at a time are then in a number of segments that grows with the logarithm of their number, and each is merged that
-# often.
+# A new segment is merged with the previous one if that has at most _RATIO times as many documents. If documents are
+# added one at a time, the number of segments, and how often each document is merged, then grow logarithmically.
 _RATIO = 4
 
-# Postings of the largest segment that comes of it: they are merged in some 15 ms, for which one append waits. A search
-# of segments of so many takes up to a third longer than one of full segments.
+# The most postings of a merged segment. Merging so many takes about 15 ms, for which one append waits. Searching
+# segments of this size takes up to a third longer than searching full segments.
 _MERGED = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Segments of documents, and what searching them needs.
+    """Segments of documents, and the structures for searching them. Every method returns new contents.
 
-    postings: three tensors a segment on a CPU, see `segment.Postings`; on a GPU see `kernels.sparse_scores_search`.
-    deleted: bool [N], the documents that are in no result. Every method returns new contents.
+    postings: on a CPU three tensors per segment, see `segment.Postings`; on a GPU see `kernels.sparse_scores.search`.
+    deleted: bool [N], the documents that are excluded from results.
     """
 
     num_terms: int
@@ -41,32 +40,32 @@ class Contents:
 
     @staticmethod
     def empty(num_terms: int, device: torch.device) -> Contents:
-        """No documents."""
+        """Return contents without documents."""
         deleted = torch.zeros(0, dtype=torch.bool, device=device)
         return Contents(num_terms, deleted.device, (), (), deleted)
 
     @staticmethod
     def of(num_terms: int, segments: Iterable[Segment], deleted: Tensor) -> Contents:
-        """These segments, on the device that they are on."""
+        """Return contents of these segments, on the device of `deleted`."""
         empty = Contents.empty(num_terms, deleted.device)
         return dataclasses.replace(empty._with(segments), deleted=deleted)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Contents:
-        """Itself: nothing changes it."""
+        """Return `self`, which is immutable."""
         return self
 
     @property
     def counts(self) -> list[int]:
-        """Documents of each segment."""
+        """The number of documents of each segment."""
         return [s.count for s in self.segments]
 
     @property
     def count(self) -> int:
-        """Documents ever added."""
+        """The number of documents ever added."""
         return self.deleted.numel()
 
     def appended(self, new: Sequence[Segment]) -> Contents:
-        """With the documents of further segments."""
+        """Return contents with the documents of further segments."""
         if not new:
             return self
         deleted = _longer(self.deleted, sum(s.count for s in new))
@@ -74,33 +73,33 @@ class Contents:
         return dataclasses.replace(self._with(merged), deleted=deleted)
 
     def marked(self, ids: Tensor) -> Contents:
-        """With documents deleted."""
+        """Return contents with these documents marked as deleted."""
         deleted = self.deleted.clone()
         deleted[ids.to(deleted.device)] = True
         return dataclasses.replace(self, deleted=deleted)
 
     def vacuumed(self) -> Contents:
-        """Without the postings of deleted documents."""
+        """Return contents without the postings of deleted documents."""
         gone = self.deleted.split(self.counts)
         return self._with(
             [s.without(g) if bool(g.any()) else s for s, g in zip(self.segments, gone)]
         )
 
     def compacted(self) -> Contents:
-        """Without the deleted documents, which renumbers the others."""
+        """Return contents without the deleted documents; the others are renumbered."""
         left = (~self.deleted).split(self.counts)
         kept = [s.taken(there.nonzero().squeeze(1)) for s, there in zip(self.segments, left)]
         joined = _merged((), [s for s in kept if s.count], full=True)
         return Contents.empty(self.num_terms, self.device).appended(joined)
 
     def to(self, device: torch.device) -> Contents:
-        """The same on another device."""
+        """Return the same contents on another device."""
         segments = [s.to(device) for s in self.segments]
         merged = _merged((), segments, full=True) if device.type == "cuda" else segments
         return Contents.of(self.num_terms, merged, self.deleted.to(device))
 
     def _with(self, segments: Iterable[Segment]) -> Contents:
-        """These segments, with the postings of those that are here already."""
+        """Return contents of these segments. Postings of segments that are already present are reused."""
         if self.device.type == "cuda":
             return self._packed(tuple(segments))
         known = {id(s): self.postings[3 * i : 3 * i + 3] for i, s in enumerate(self.segments)}
@@ -116,7 +115,7 @@ class Contents:
         return dataclasses.replace(self, segments=tuple(done), postings=tuple(postings))
 
     def _packed(self, segments: tuple[Segment, ...]) -> Contents:
-        """The GPU's tensors, and the segments as views of the rows in them."""
+        """Return contents with the packed tensors of the GPU. The segments become views of the rows in them."""
         from ..kernels.sparse_scores import search as kernel
 
         kept = 0
@@ -135,9 +134,9 @@ class Contents:
 
 
 def _longer(deleted: Tensor, more: int) -> Tensor:
-    """With as many documents more, which are not deleted. Memory behind marks is theirs alone and holds zeros, which
-    nothing overwrites, so that longer marks mostly are a longer view: a copy would be one for each appended document,
-    by all threads of ATen."""
+    """Return the marks with `more` further documents, not deleted. The memory after the marks is reserved for them and
+    always holds zeros, so that longer marks are usually a longer view of the same memory. Otherwise each appended
+    document would copy all marks, with all ATen threads."""
     count = deleted.numel() + more
     if deleted.untyped_storage().nbytes() < count:
         room = deleted.new_zeros(2 * count)
@@ -148,8 +147,8 @@ def _longer(deleted: Tensor, more: int) -> Tensor:
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """What is kept is made under the same modes, whatever those of the caller are: tensors of inference mode, say,
-    could not be written to or searched with a gradient outside it."""
+    """Create the tensors of an index independently of the caller's modes. For example, tensors that were created in
+    inference mode could not be modified, or searched with a gradient, outside it."""
     with torch.inference_mode(False), torch.no_grad(), autocast_off("cpu"), autocast_off("cuda"):
         yield
 
@@ -161,7 +160,7 @@ def segments_of(
     device: torch.device,
     last: Segment | None,
 ) -> list[Segment]:
-    """Full segments of a stream of rows, and one of the rest. last: the segment behind which they will come."""
+    """Split a stream of rows into full segments and one with the remainder. last: the segment that precedes them."""
     made: list[Segment] = []
     pending: list[Rows] = []
     waiting = 0
@@ -183,8 +182,8 @@ def segments_of(
 
 
 def _merged(old: Sequence[Segment], new: Sequence[Segment], full: bool) -> list[Segment]:
-    """Old and new segments, each new one merged with those before it that it outweighs (`full`: with all that fit, for
-    a GPU, which searches few segments faster and makes one piece of their rows anyway)."""
+    """Return old and new segments. Each new one is merged with preceding ones that are not much larger (see `_RATIO`),
+    or, if `full`, with all that fit: a GPU searches few segments faster and concatenates their rows anyway."""
     done = list(old)
     for s in new:
         group, count, nnz = [s], s.count, s.nnz

@@ -1,4 +1,4 @@
-"""Documents that an argument names: by their ids, or by a boolean mask."""
+"""Conversion of arguments that name documents, by their ids or by a boolean mask."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .sources import from_array
 
 
 def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor:
-    """int64 ids below `count` of documents that are named by their ids or by a boolean mask.
+    """Return int64 ids below `count` for documents that are named by their ids or by a boolean mask.
 
-    Raises what `SparseIndex.delete` documents.
+    Raises the errors that `SparseIndex.delete` documents.
     """
     named = _named(ids, "ids", count)
     if named.dtype != torch.bool:
@@ -30,7 +30,7 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
 
 
 def filter_of(documents: Any, count: int, argument: str) -> Tensor:
-    """What an argument of `search` names: int64 ids below `count`, or a mask [N] or [B, N], N at most `count`."""
+    """Convert a filter of `search` to int64 ids below `count`, or to a mask [N] or [B, N] with N at most `count`."""
     named = _named(documents, argument, count)
     if named.dtype != torch.bool:
         if named.shape[1:].numel() > 1:
@@ -46,9 +46,9 @@ def filter_of(documents: Any, count: int, argument: str) -> Tensor:
 
 
 def candidate_ids(documents: Any, count: int) -> Tensor:
-    """int64 ids [M] or [B, M] below `count`, or -1.
+    """Return int64 ids [M] or [B, M], each below `count` or -1.
 
-    Raises what `SparseIndex.scores` documents.
+    Raises the errors that `SparseIndex.scores` documents.
     """
     ids = _integers(_named(documents, "documents", count))
     if ids.dim() not in (1, 2):
@@ -57,7 +57,7 @@ def candidate_ids(documents: Any, count: int) -> Tensor:
 
 
 def as_tensor(documents: Any) -> Tensor | None:
-    """An argument of `search` as a compiled program hands it on."""
+    """Convert a filter of `search` to a tensor, the form in which a compiled program passes it to the operator."""
     if documents is None or isinstance(documents, Tensor):
         return documents
     given = documents if isinstance(documents, np.ndarray) else list(documents)
@@ -65,8 +65,8 @@ def as_tensor(documents: Any) -> Tensor | None:
 
 
 def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
-    """A mask of the documents that an argument of `search` names, [N] or [B, N]; like: [N], or [B, N] if another
-    argument had a row for each query."""
+    """Return a mask, [N] or [B, N], of the documents that a filter of `search` names. like: [N], or [B, N] if another
+    filter has a row for each query."""
     count = like.shape[-1]
     named = filter_of(documents, count, argument).to(like.device)
     if named.dtype != torch.bool:
@@ -77,7 +77,8 @@ def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
 
 
 def _named(documents: Any, argument: str, count: int) -> Tensor:
-    """What an argument gives, as a tensor: a boolean mask, or what should be ids; nothing at all is no ids."""
+    """Convert an argument to a tensor: a boolean mask, or values that should be ids. An empty argument becomes an empty
+    tensor of ids unless it is boolean."""
     if isinstance(documents, np.ndarray):
         documents = from_array(documents)
     elif not isinstance(documents, torch.Tensor):
@@ -88,7 +89,7 @@ def _named(documents: Any, argument: str, count: int) -> Tensor:
 
 
 def _listed(documents: Any, argument: str, count: int) -> Tensor:
-    """Ids or booleans of Python, or rows of such."""
+    """Convert an iterable of Python ids or booleans, or of rows of them."""
     if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
         kind = type(documents).__name__
         raise TypeError(
@@ -118,7 +119,7 @@ def _integers(ids: Tensor) -> Tensor:
 
 
 def _checked(ids: Tensor, least: int, count: int) -> Tensor:
-    """The ids, int64, if all are from `least` to `count` - 1."""
+    """Return the ids, int64, after checking that all are from `least` to `count` - 1."""
     if ids.numel():
         low, high = torch.aminmax(ids)
         if not least <= int(low) <= int(high) < count:
@@ -133,7 +134,7 @@ def _no_document(ids: Iterable[int], least: int, count: int) -> str:
 
 
 def as_count(value: Any, name: str) -> int:
-    """An int of at least 0, also where a compiler traces."""
+    """Return the value as an int of at least 0. Works under compiler tracing, too."""
     if not isinstance(value, int) or isinstance(value, bool):
         value = as_int(value, name)
     if value < 0:
@@ -142,9 +143,9 @@ def as_count(value: Any, name: str) -> int:
 
 
 def as_float(value: Any, name: str) -> float:
-    """A float that is not NaN from whatever is a real number.
+    """Convert a real number to a float that is not NaN.
 
-    Raises ValueError for other things.
+    Raises ValueError for other values.
     """
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
@@ -156,9 +157,9 @@ def as_float(value: Any, name: str) -> float:
 
 
 def as_int(value: Any, name: str) -> int:
-    """An int of Python from whatever is one.
+    """Convert an integer of any type to a Python int.
 
-    Raises TypeError for other things and for booleans, ValueError for floats.
+    Raises an error for other values and for booleans: TypeError for a document id, else ValueError.
     """
     if not isinstance(value, (bool, np.bool_)):
         try:

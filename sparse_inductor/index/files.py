@@ -1,4 +1,4 @@
-"""The file of an index: its segments as tensors, and a check that what a file holds is an index."""
+"""The file of an index: its segments as tensors, and checks that the contents of a file form a valid index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pending(
     progress: bool = False,
     more: Mapping[str, Tensor] | None = None,
 ) -> storage.PendingFile:
-    """The file of an index of this precision, complete but not in place; `more` stands beside it."""
+    """Write the file of an index of this precision, complete but not yet in place. `more` are additional tensors."""
     tensors = {"deleted": contents.deleted, **(more or {})}
     for i, s in enumerate(contents.segments):
         tensors.update(
@@ -45,7 +45,7 @@ def pending(
 def contents(
     path: str | os.PathLike[str], device: torch.device, verify: bool, progress: bool
 ) -> tuple[Contents, str, dict[str, Tensor]]:
-    """What the file of an index holds, on a device, its precision, and all tensors of the file.
+    """Return the contents of an index file on a device, the precision of the index, and all tensors of the file.
 
     Raises FileNotFoundError and IndexFileError.
     """
@@ -75,7 +75,8 @@ def _sound_segment(
     signed: bool,
     error: float,
 ) -> Segment:
-    """A segment from a file that nothing in it leads out of bounds: reading it costs little beside the postings."""
+    """Return a segment of a file after checking that none of its values leads to an access out of bounds. The check is
+    cheap compared to building the postings."""
     offsets, terms, weights = (
         tensors[f"{number}.{name}"] for name in ("offsets", "terms", "weights")
     )
@@ -97,9 +98,9 @@ def _sound_segment(
 
 
 def _sound_marks(deleted: Tensor, count: int) -> Tensor:
-    """Marks of deleted documents from a file, in memory of their own."""
+    """Return the marks of deleted documents of a file, as a copy."""
     if deleted.dtype != torch.bool or deleted.shape != (count,):
         raise ValueError(
             f"the mask of deleted documents is {deleted.dtype} {tuple(deleted.shape)}, not bool ({count},)"
         )
-    return deleted.view(torch.uint8) != 0  # other bytes than 0 and 1 are no booleans
+    return deleted.view(torch.uint8) != 0  # bytes other than 0 and 1 are not valid booleans

@@ -1,4 +1,5 @@
-"""An index as impacts, weights that are whole numbers, and the JSON vectors in which Anserini (Lucene) takes them."""
+"""Export of an index as impacts (weights rounded to whole numbers), and the JSON vectors that Anserini (Lucene)
+indexes."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from .sources import Rows
 from .sparse_index import SparseIndex
 
 FilePath = str | os.PathLike[str]
-_BITS = 24  # of an impact: fp32 holds it
+_BITS = 24  # the most bits of an impact, which fp32 represents exactly
 
 
 class Imported(NamedTuple):
-    """What a file of another engine holds: the index, the documents' names and the terms, by their ids."""
+    """An index read from a file of another engine, with the names of documents and the terms, each by id."""
 
     index: SparseIndex
     names: list[str]
@@ -40,11 +41,11 @@ def write_impacts(
     bits: int = 8,
     scale: float | None = None,
 ) -> float:
-    """Write what Anserini indexes as a JsonVectorCollection with `-impact -pretokenized`: a line
+    """Write a file that Anserini indexes as a JsonVectorCollection with `-impact -pretokenized`: one line
     `{"id": ..., "contents": "", "vector": {term: impact, ...}}` for each document. Deleted documents have no line.
 
-    Takes, loses, returns and raises what `write_ciff` does; `path` is compressed where it ends with ".gz". A term with
-    white space, which Anserini would take apart, is a ValueError, too.
+    Arguments, rounding, return value and errors are those of `write_ciff`. The file is compressed if `path` ends with
+    ".gz". Also raises ValueError for a term with white space, which Anserini would split.
     """
     words, labels, scale, parts = impacts_of(index, terms, names, bits, scale)
     for word in words:
@@ -74,10 +75,11 @@ def read_impacts(
     weights: str = "float32",
     device: torch.device | str = "cpu",
 ) -> Imported:
-    """Read documents `{"id": ..., "vector": {term: weight, ...}}`, one a line, as Anserini's JsonVectorCollection has
-    them. The file is read twice where `terms` are not given; they are then those of the file in its order.
+    """Read documents `{"id": ..., "vector": {term: weight, ...}}`, one per line, in the format of Anserini's
+    JsonVectorCollection. Without `terms`, the terms are those of the file in its order, and the file is read twice.
 
-    Takes and raises what `read_ciff` does; compressed where `path` ends with ".gz". Weights need not be whole numbers.
+    Arguments and errors are those of `read_ciff`. The file is decompressed if `path` ends with ".gz". Weights need not
+    be whole numbers.
     """
     known = ids_of(terms) if terms is not None else {}
     if terms is None:
@@ -124,11 +126,11 @@ def _lines(path: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, dict(vector)
 
 
-# What other formats need too
+# Shared with other formats
 
 
 def labels_of(given: Sequence[str] | None, count: int, what: str) -> list[str]:
-    """The strings of so many ids."""
+    """Return `count` distinct strings, one for each id; default the ids as decimals."""
     labels = [str(i) for i in range(count)] if given is None else list(given)
     if len(labels) != count or len({*labels}) != count:
         raise ValueError(f"{what} must be {count} different strings, got {len({*labels})}")
@@ -140,8 +142,8 @@ def ids_of(terms: Sequence[str]) -> dict[str, int]:
 
 
 class Impacts(NamedTuple):
-    """The strings of an index's terms and of its documents, impacts per unit of weight, and the rows of each segment,
-    impacts for weights, without those that are 0."""
+    """An index as impacts: the strings of its terms (`words`) and documents (`labels`), impacts per unit of weight
+    (`scale`), and the rows of each segment (`parts`) with impacts as weights, without impacts of 0."""
 
     words: list[str]
     labels: list[str]
@@ -156,7 +158,7 @@ def impacts_of(
     bits: int,
     scale: float | None,
 ) -> Impacts:
-    """An index as `write_ciff` and `write_impacts` take it."""
+    """Convert an index for `write_ciff` and `write_impacts`, which document the arguments."""
     words = labels_of(terms, index.num_terms, "terms")
     labels = labels_of(names, len(index), "names")
     contents = index._contents.to(torch.device("cpu"))
@@ -193,7 +195,7 @@ def _impacts_by_segment(segments: Sequence[Segment], scale: float) -> Iterator[R
 
 @contextlib.contextmanager
 def replacing(path: FilePath) -> Iterator[BinaryIO]:
-    """A file that takes the place of another when it is complete."""
+    """Open a temporary file that replaces `path` when it is complete."""
     part = Path(f"{os.fspath(path)}.part")
     try:
         with part.open("wb") as file:

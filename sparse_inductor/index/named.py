@@ -1,4 +1,4 @@
-"""Documents under names of the caller's, which stay theirs while numbers change."""
+"""An index that addresses documents by names of the caller's choice instead of numeric ids."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class NamedIndex:
     """A `SparseIndex` whose documents have names: strings, such as the keys of a database.
 
         index = NamedIndex(num_terms=30522)
-        index.put(["a", "b"], documents)                # adds, or replaces what had the name
+        index.put(["a", "b"], documents)                # adds, or replaces documents of these names
         index.search(queries, k=10)                     # [[("b", 3.25), ...], ...]
         index.delete(["a"])
         index.save("collection.index"); index = NamedIndex.load("collection.index")
 
-    Threads may use it at once: a search sees the documents of one moment, of a replaced document the old one or the new
-    one; writers wait for each other, and searches with filters for a writer.
+    The index is thread-safe. A search sees one consistent set of documents, with either the old or the new version of a
+    replaced document. Writers wait for each other, and searches with filters wait for a writer.
     """
 
     def __init__(
         self, num_terms: int, weights: str = "float32", device: torch.device | str = "cpu"
     ) -> None:
-        """Without documents. Raises what `SparseIndex` raises."""
+        """Create an empty index. Raises the errors of `SparseIndex`."""
         self._begin(SparseIndex(num_terms, weights).to(device), [])
 
     def _begin(self, index: SparseIndex, names: list[str]) -> None:
@@ -50,7 +50,7 @@ class NamedIndex:
         self._held = index, names, numbers
 
     def __getstate__(self) -> tuple[SparseIndex, list[str]]:
-        """Documents and names of one moment: a copy does not change with this index."""
+        """Return a consistent snapshot of documents and names, which later changes to this index do not affect."""
         with self._writing:
             index, names, _ = self._held
             return copy.copy(index), names[: len(index)]
@@ -60,11 +60,11 @@ class NamedIndex:
 
     @property
     def index(self) -> SparseIndex:
-        """The documents by numbers, to be read only. `compact` makes another one."""
+        """The underlying index, for reading only. `compact` replaces it by another object."""
         return self._held[0]
 
     def __len__(self) -> int:
-        """Documents that there are."""
+        """The number of live documents."""
         return len(self._held[2])
 
     def __contains__(self, name: object) -> bool:
@@ -72,11 +72,11 @@ class NamedIndex:
 
     @apart
     def put(self, names: Iterable[str], documents: Any) -> int:
-        """Add documents, given as to `SparseIndex.build`, or replace those that have their names; all of them at one
-        moment. Returns how many were replaced.
+        """Add documents, in any form that `SparseIndex.build` takes, and replace existing documents of the same names,
+        all in one step. Returns how many were replaced.
 
-        Raises ValueError for another number of names than of documents or a name given twice, TypeError for a name that
-        is no string, and what `SparseIndex.append` raises; nothing has changed then.
+        Raises ValueError if the numbers of names and documents differ or a name is given twice, TypeError for a name
+        that is not a string, and the errors of `SparseIndex.append`; the index is then unchanged.
         """
         given = _strings(names)
         if len({*given}) < len(given):
@@ -97,7 +97,7 @@ class NamedIndex:
             return len(old)
 
     def delete(self, names: Iterable[str]) -> int:
-        """Delete documents; returns how many were there. Raises TypeError for a name that is no string."""
+        """Delete documents and return how many of them existed. Raises TypeError for a name that is not a string."""
         given = {*_strings(names)}
         with self._writing:
             index, _, numbers = self._held
@@ -117,16 +117,17 @@ class NamedIndex:
         offset: int = 0,
         min_score: float | None = None,
     ) -> list[Found]:
-        """Names and scores of the k best documents of each query, the best first; fewer where there are fewer.
+        """Return the names and scores of the k best documents of each query, or of all if there are fewer, in
+        descending order of score.
 
-        Takes and raises what `SparseIndex.search` does, filters as names, of which those that are not there count
-        nothing. Equal scores come in the order in which their documents were put; a query that is not finite finds
-        nothing. One query without a batch axis has a list of one.
+        Takes the arguments and raises the errors of `SparseIndex.search`, except that filters are names; unknown names
+        are ignored. Documents of equal score are in the order in which they were put. A query with a NaN or infinite
+        weight has no results. A single query without a batch axis returns a list of one element.
         """
         index, held, numbers = self._held
         filters: dict[str, list[int]] = {}
         if allow is not None or deny is not None:
-            with self._writing:  # names and documents of one moment
+            with self._writing:  # for a consistent snapshot of names and documents
                 index, held, numbers = self._held
                 index = copy.copy(index)
                 for kind, some in (("allow", allow), ("deny", deny)):
@@ -141,7 +142,7 @@ class NamedIndex:
 
     @apart
     def compact(self) -> None:
-        """Give back the memory of deleted and replaced documents. Searches go on meanwhile, writers wait."""
+        """Free the memory of deleted and replaced documents. Searches continue meanwhile, writers wait."""
         with self._writing, own_settings():
             index, names, _ = self._held
             contents = index._contents
@@ -151,7 +152,7 @@ class NamedIndex:
             self._held = made, named, {name: i for i, name in enumerate(named)}
 
     def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
-        """Write documents and names to one file, as `SparseIndex.save` does, whose `load` reads it, too."""
+        """Write documents and names to one file, like `SparseIndex.save`. `SparseIndex.load` can read it, too."""
         index, names, _ = self._held
         contents = index._contents
         texts = [name.encode(errors="surrogatepass") for name in names[: contents.count]]
@@ -171,9 +172,9 @@ class NamedIndex:
         verify: bool = True,
         progress: bool = False,
     ) -> NamedIndex:
-        """Read what `save` wrote, as `SparseIndex.load` does.
+        """Read a file that `save` wrote; see `SparseIndex.load`.
 
-        Raises what that raises, and IndexFileError for a file without names.
+        Raises the errors of `SparseIndex.load`, and IndexFileError for a file without names.
         """
         with own_settings():
             contents, weights, tensors = files.contents(
@@ -213,7 +214,8 @@ _opened: weakref.WeakSet[NamedIndex] = weakref.WeakSet()
 
 @in_a_forked_child
 def _in_child() -> None:
-    """A thread that was writing does not exist in a forked child: what it had done is finished from what is there."""
+    """Restore consistency in a forked child, where a thread that was writing no longer exists: names and numbers are
+    derived again from the documents that it had published."""
     for named in _opened:
         if named._writing.locked():
             index, names, _ = named._held

@@ -1,4 +1,4 @@
-"""What building, saving and loading show of how far they have come."""
+"""Progress display of building, saving and loading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-_STEP = 1 << 17  # documents after which a line says so
+_STEP = 1 << 17  # documents per progress line
 
 
 class _Counted(Protocol):
@@ -18,7 +18,7 @@ C = TypeVar("C", bound=_Counted)
 
 
 class Progress:
-    """What has been done so far, in units: tqdm where it is installed, else a line now and then."""
+    """A progress display in units of work: tqdm if it is installed, else occasional lines on stderr."""
 
     def __init__(
         self, wanted: bool, unit: str = "documents", done: str = "indexed", step: int = _STEP
@@ -38,7 +38,7 @@ class Progress:
         return self
 
     def add(self, count: int) -> None:
-        """So many more units."""
+        """Add `count` completed units."""
         self._seen += count
         if self._bar is not None:
             self._bar.update(count)
@@ -47,7 +47,7 @@ class Progress:
             print(f"{self._seen:,} {self._unit}", file=sys.stderr, flush=True)
 
     def each(self, items: Iterable[C]) -> Iterator[C]:
-        """Rows or segments, the documents of each counted when the next is asked for."""
+        """Yield rows or segments. The documents of each are added when the next one is requested."""
         for item in items:
             yield item
             self.add(item.count)

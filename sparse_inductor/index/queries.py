@@ -1,4 +1,4 @@
-"""A batch of queries in any of the forms that `SparseIndex.search` takes, brought into the one its operators take."""
+"""Conversion of queries from any form that `SparseIndex.search` takes to the form that its operators take."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from .sources import (
     to_dense,
 )
 
-# Dense weights made at a time of queries given sparsely. A GPU wants more of them in a launch.
+# Sparse queries become dense in blocks of at most this size. A GPU needs larger launches.
 _CPU_BYTES = 16 << 20
 _GPU_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """Queries with V terms: dense fp32 [B, V], or rows. single: one query, given without a batch axis."""
+    """Queries over V terms, as dense `weights` [B, V] or as sparse `rows`. single: one query, given without a batch
+    axis."""
 
     num_terms: int
     single: bool
@@ -40,21 +41,21 @@ class Queries:
 
     @property
     def count(self) -> int:
-        """B."""
+        """The number of queries, B."""
         if self.weights is not None:
             return self.weights.shape[0]
         assert self.rows is not None
         return self.rows.count
 
     def dense(self, device: torch.device) -> Tensor:
-        """All of them, fp32 [B, V]. Differentiable where a tensor was given."""
+        """Return all queries as fp32 [B, V]. Differentiable if `weights` is present."""
         if self.weights is not None:
             return self.weights.to(device=device, dtype=torch.float32)
         assert self.rows is not None
         return self._spread(self.rows, device)
 
     def blocks(self, device: torch.device) -> Iterator[Tensor]:
-        """The same a number of queries at a time: memory in proportion to what was given. At least one block."""
+        """Yield the queries in dense blocks [b, V], at least one, so that memory is proportional to the input."""
         if self.rows is None:
             yield self.dense(device)
             return
@@ -73,11 +74,11 @@ class Queries:
 
 
 def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool = False) -> Queries:
-    """Queries over V terms.
+    """Convert queries over V terms.
 
     Takes a dense or sparse tensor, array or scipy matrix [B, V] or [V]; a pair (terms, weights) [B, T] or [T]; a
-    mapping {term: weight}; a list of rows [V], pairs and mappings. Term ids outside [0, V), such as padding, count
-    nothing where terms are named; terms named twice add up. differentiable: a sparse tensor becomes dense under
+    mapping {term: weight}; or a list of rows [V], pairs and mappings. Term ids outside [0, V), such as padding, are
+    ignored, and the weights of a repeated term id are added. differentiable: convert a sparse tensor to dense under
     autograd.
 
     Raises ValueError and TypeError for other shapes and types.
@@ -99,7 +100,7 @@ def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool 
     if entries is not None:
         _check_shape(queries.shape, V)
         return _sparse(entries, V, single=len(queries.shape) == 1)
-    if isinstance(queries, Mapping):  # no dok_matrix
+    if isinstance(queries, Mapping):  # a dok_matrix, also a mapping, was handled above
         return _sparse(entries_of_all([queries]), V, single=True)
     if not isinstance(queries, (list, tuple)) and not isinstance(queries, np.ndarray):
         raise TypeError(
@@ -113,8 +114,9 @@ def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool 
 
 
 def _spreads(shape: Any, device: torch.device) -> bool:
-    """Whether sparse queries of this shape become dense at once: where a compiler traces, whose sizes must not depend
-    on data, and where a GPU's host would wait for what little memory that saves."""
+    """Whether sparse queries of this shape become dense at once. They do under a compiler, because its sizes must not
+    depend on data, and on a GPU if they are small: sparse rows would save little memory and synchronise with the
+    host."""
     if torch.compiler.is_compiling():
         return True
     return device.type == "cuda" and 4 * math.prod(shape) <= _GPU_BYTES
@@ -126,7 +128,7 @@ def _check_shape(shape: Any, V: int) -> None:
 
 
 def _is_pair(queries: Any) -> bool:
-    """Whether this is (terms, weights) of a batch or of one query, and not a list of two queries."""
+    """Whether this is a pair (terms, weights), of a batch or of one query, and not a list of two queries."""
     if not isinstance(queries, (tuple, list)) or len(queries) != 2:
         return False
     terms, weights = queries
@@ -165,7 +167,7 @@ def _pair(terms: Any, weights: Any, V: int, device: torch.device, differentiable
     terms, weights = terms.to(device).long(), weights.to(device).float()
     known = (terms >= 0) & (terms < V)
     dense = torch.zeros(B, V + 1, dtype=torch.float32, device=device)
-    # One slot more for what is not known: no data-dependent shapes, so it compiles.
+    # Unknown term ids go to an additional column. Dropping them would need data-dependent shapes, which do not compile.
     return Queries(V, single, dense.scatter_add(1, torch.where(known, terms, V), weights)[:, :V])
 
 

@@ -1,4 +1,4 @@
-"""A run of documents: their rows as they are kept and saved, and what searching them needs."""
+"""Segments of consecutive documents: their rows as stored in memory and files, and their posting lists."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .sources import Rows
 
 try:
     from scipy import sparse as scipy_sparse
-except ImportError:  # sorting with torch then, some five times slower
+except ImportError:  # torch sorts instead, about five times slower
     scipy_sparse = None
 
-# Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting
-# lists go by; and it is 16 of the chunks that the GPU kernels work on.
+# The most documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's
+# posting lists are read. It is also 16 of the chunks on which the GPU kernels work.
 CAPACITY = 1 << 17
 
-_FEW = 1024  # documents for which a segment of their own would cost more than it is worth
+_FEW = 1024  # up to this many documents, a scale that fits better is not worth a separate segment
 
 WEIGHTS = {
     "float32": torch.float32,
@@ -33,7 +33,8 @@ _MOST_TERMS = (1 << 31) - 1  # term ids are stored in 32 bits
 
 @dataclasses.dataclass(frozen=True)
 class Postings:
-    """The segment by term, on a CPU: docs int32 and weights fp32 from offsets[t] to offsets[t + 1]."""
+    """Posting lists of a segment, on a CPU. Term t has docs (int32) and weights (fp32) from offsets[t] to
+    offsets[t + 1]."""
 
     offsets: Tensor
     docs: Tensor
@@ -44,9 +45,9 @@ class Postings:
 class Segment:
     """Rows of documents.
 
-    offsets: int64 [n + 1]. terms: [nnz], int32, or the low 16 bits as int16 where that holds every term. weights: [nnz]
-    in the index's precision; a weight is `scale * stored` where 8 bits are stored, minus `scale * 127` where `signed`.
-    error: the largest distance of a weight from what was given.
+    offsets: int64 [n + 1]. terms: [nnz], int32, or int16 (the low 16 bits) if that represents all terms. weights: [nnz]
+    in the index's precision; the value of an 8-bit weight is `scale * stored`, or `scale * (stored - 127)` if `signed`.
+    error: the largest difference between a stored weight and the given weight.
     """
 
     offsets: Tensor
@@ -70,12 +71,12 @@ class Segment:
 
     @staticmethod
     def of(rows: Rows, num_terms: int, precision: str, beside: Segment | None = None) -> Segment:
-        """Rows in the precision of the index.
+        """Convert rows to the precision of the index.
 
-        8-bit weights take the scale of the segment `beside` which they come where that holds them, so that `join` can
-        make one of both.
+        8-bit weights take the scale of the neighbouring segment `beside` if it fits them, so that `join` can merge
+        both.
 
-        Raises ValueError where a weight overflows the precision.
+        Raises ValueError if a weight overflows the precision.
         """
         terms = rows.terms.to(term_dtype(num_terms))
         given = rows.weights
@@ -99,28 +100,28 @@ class Segment:
         return dataclasses.replace(made, error=error)
 
     def term_ids(self, dtype: torch.dtype = torch.int64) -> Tensor:
-        """[nnz]."""
+        """Return the term ids [nnz]."""
         ids = self.terms.to(dtype)
         return ids & 0xFFFF if self.terms.dtype == torch.int16 else ids
 
     def values(self) -> Tensor:
-        """The weights as they count, fp32 [nnz]."""
+        """Return the dequantised weights, fp32 [nnz]."""
         w = self.weights.float()
         if self.weights.dtype != torch.uint8:
             return w
         return (w - 127 if self.signed else w) * self.scale
 
     def rows(self) -> Rows:
-        """The rows with the weights as they count."""
+        """Return the rows with dequantised weights."""
         return Rows(self.offsets.long(), self.term_ids(), self.values())
 
     def joins(self, after: Segment) -> bool:
-        """Whether the stored weights of both mean the same, so that `join` can put them together as they are."""
+        """Whether both segments have the same scale and sign, so that `join` can concatenate their stored weights."""
         return (self.scale, self.signed) == (after.scale, after.signed)
 
     @staticmethod
     def join(parts: Sequence[Segment]) -> Segment:
-        """One after the other, the weights as they were stored."""
+        """Concatenate segments, with their weights as stored."""
         if len(parts) == 1:
             return parts[0]
         rows = Rows.join([Rows(s.offsets, s.terms, s.weights) for s in parts])
@@ -130,7 +131,7 @@ class Segment:
         )
 
     def without(self, gone: Tensor) -> Segment:
-        """The segment with the rows of deleted documents empty."""
+        """Return the segment with empty rows for the documents that `gone` marks."""
         lengths = self.offsets.diff()
         kept = torch.repeat_interleave(~gone, lengths, output_size=self.nnz)
         offsets = torch.zeros_like(self.offsets)
@@ -140,7 +141,7 @@ class Segment:
         )
 
     def taken(self, rows: Tensor) -> Segment:
-        """The rows with these numbers, int64 [m], in this order."""
+        """Return a segment of the rows with these numbers, int64 [m], in this order."""
         starts = self.offsets[rows]
         offsets = torch.nn.functional.pad((self.offsets[rows + 1] - starts).cumsum(0), (1, 0))
         lengths, total = offsets.diff(), int(offsets[-1])
@@ -151,14 +152,14 @@ class Segment:
         )
 
     def to(self, device: torch.device) -> Segment:
-        """The same on another device."""
+        """Return the same segment on another device."""
         move = lambda t: t.to(device)
         return dataclasses.replace(
             self, offsets=move(self.offsets), terms=move(self.terms), weights=move(self.weights)
         )
 
     def postings(self, num_terms: int) -> Postings:
-        """The segment by term."""
+        """Build the posting lists of the segment."""
         values = self.values()
         if scipy_sparse is not None:
             terms = self.term_ids(torch.int32)
@@ -177,9 +178,9 @@ class Segment:
 
 
 def checked_kind(num_terms: Any, weights: str) -> tuple[int, str]:
-    """The number of terms and the precision of an index.
+    """Return the number of terms and the precision of an index.
 
-    Raises ValueError where there is no such index.
+    Raises ValueError if either is not supported.
     """
     num_terms = as_int(num_terms, "num_terms")
     if not 0 < num_terms <= _MOST_TERMS:
@@ -190,22 +191,22 @@ def checked_kind(num_terms: Any, weights: str) -> tuple[int, str]:
 
 
 def term_dtype(num_terms: int) -> torch.dtype:
-    """How term ids are stored."""
+    """Return the dtype in which term ids are stored."""
     return torch.int16 if num_terms <= 1 << 16 else torch.int32
 
 
 def _scale_of(given: Tensor, documents: int, beside: Segment | None) -> tuple[float, bool]:
-    """The scale of 8-bit weights, and whether some are negative."""
+    """Return the scale of 8-bit weights, and whether they are stored as signed."""
     low, high = (float(x) for x in torch.aminmax(given)) if given.numel() else (0.0, 0.0)
     largest = max(-low, high)
     if beside is not None and beside.nnz:
         most = beside.scale * (127 if beside.signed else 255)
-        # Where many documents would lose more than a bit, they get a scale of their own.
+        # Many documents get a separate scale if the shared one would lose more than a bit of precision.
         shared = documents <= _FEW or largest >= most / 2
         if shared and high <= most and low >= (-most if beside.signed else 0):
             return beside.scale, beside.signed
     signed = low < 0
     scale = largest / (127 if signed else 255) if largest > 0 else 1.0
-    # The dequantised weight is computed in fp32; the scale has to be the number that is used there.
+    # Weights are dequantised in fp32, so the scale must be an fp32 number.
     scale = float(torch.tensor(scale, dtype=torch.float32, device="cpu"))
     return max(scale, torch.finfo(torch.float32).tiny), signed

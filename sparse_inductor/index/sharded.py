@@ -1,4 +1,5 @@
-"""One index over the documents of several processes: each searches its own, the best of all are merged."""
+"""One index over the documents of several processes. Each process searches its own documents, and the results are
+merged."""
 
 from __future__ import annotations
 
@@ -31,17 +32,18 @@ class ShardedIndex(nn.Module):
         index = ShardedIndex(SparseIndex.build(my_documents, num_terms=V, device="cuda"))
         scores, ids = index.search(queries, k)          # the same on every process
 
-    Documents are numbered through: those of the first process first. Every method is a collective: all processes call
-    it, with the same arguments (queries, ids, documents). Results equal those of one index over all documents, bit by
-    bit. What fails on one process in `append`, `delete`, `save` or `load` raises the same error on all of them, and the
-    index, or the folder, is as it was.
+    Documents are numbered consecutively in the order of the processes. Every method is a collective: all processes must
+    call it with the same arguments (queries, ids, documents). Results are bitwise equal to those of one index over all
+    documents. If `append`, `delete`, `save` or `load` fails on one process, it raises the same error on all of them and
+    leaves the index or the folder unchanged.
     """
 
     def __init__(self, local: SparseIndex, group: dist.ProcessGroup | None = None) -> None:
-        """`local` holds this process's documents; `group` defaults to all processes.
+        """Combine the indexes of all processes. `local` holds this process's documents; `group` defaults to all
+        processes.
 
-        Raises RuntimeError where torch.distributed is not initialised, ValueError where the processes' indexes differ
-        in their number of terms.
+        Raises RuntimeError if torch.distributed is not initialised, ValueError if the indexes differ in their number of
+        terms.
         """
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
@@ -53,7 +55,7 @@ class ShardedIndex(nn.Module):
         self._count()
 
     def _count(self) -> None:
-        """How many documents come before this process's."""
+        """Exchange the numbers of documents, to set the first id of this process and the total."""
         mine = torch.tensor([len(self.local), self.local.num_terms], device=self.local.device)
         all_ = torch.stack(self._gather(mine)).tolist()
         terms = {t for _, t in all_}
@@ -71,12 +73,12 @@ class ShardedIndex(nn.Module):
         return out
 
     def __len__(self) -> int:
-        """Documents ever added, of all processes."""
+        """The number of documents ever added, over all processes."""
         return self._total
 
     @property
     def device(self) -> torch.device:
-        """Where this process's part lives."""
+        """The device of this process's part."""
         return self.local.device
 
     def search(
@@ -89,7 +91,7 @@ class ShardedIndex(nn.Module):
         offset: int = 0,
         min_score: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The k best documents of all processes; see `SparseIndex.search`."""
+        """Return the k best documents of all processes; see `SparseIndex.search`."""
         first = as_count(offset, "offset")
         allow, deny = self._own(allow, "allow"), self._own(deny, "deny")
         scores, ids = self.local.search(queries, as_count(k, "k") + first, allow=allow, deny=deny)
@@ -99,7 +101,7 @@ class ShardedIndex(nn.Module):
         return page(found.view_as(scores), which.view_as(ids), first, min_score)
 
     def _own(self, documents: Any, argument: str) -> Tensor | None:
-        """A filter of `search`, of this process's documents."""
+        """Restrict a filter of `search` to this process's documents."""
         if documents is None:
             return None
         named = filter_of(documents, self._total, argument)
@@ -108,12 +110,12 @@ class ShardedIndex(nn.Module):
         return self._here(named)
 
     def _here(self, ids: Tensor) -> Tensor:
-        """Those of ids that are this process's, as it numbers them."""
+        """Select the ids of this process's documents and convert them to local ids."""
         ids = ids.to(self.device)
         return ids[(ids >= self.first) & (ids < self.first + len(self.local))] - self.first
 
     def _stacked(self, t: Tensor) -> Tensor:
-        """Everybody's tensor, [world, ...]."""
+        """Gather the tensors of all processes, [world, ...]."""
         if torch.compiler.is_compiling() or dist.get_backend(self.group) != "nccl":
             return torch.stack(self._gather(t))
         out = t.new_empty(dist.get_world_size(self.group), *t.shape)
@@ -121,7 +123,7 @@ class ShardedIndex(nn.Module):
         return out
 
     def scores(self, queries: Any) -> Tensor:
-        """All scores, gathered; no gradient. See `SparseIndex.scores`."""
+        """Return the scores of all documents of all processes, without gradient. See `SparseIndex.scores`."""
         mine = self.local.scores(queries).detach()
         counts = [
             int(n)
@@ -131,11 +133,11 @@ class ShardedIndex(nn.Module):
         return torch.cat([t[..., :n] for t, n in zip(self._gather(padded), counts)], -1)
 
     def forward(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
-        """`search`."""
+        """Same as `search`."""
         return self.search(queries, k)
 
     def append(self, documents: Any) -> range:
-        """Add documents, the same on every process; the last process keeps them. Returns their ids."""
+        """Add documents, which must be the same on every process. The last process stores them. Returns their ids."""
         before = self._total
         last = dist.get_rank(self.group) == dist.get_world_size(self.group) - 1
         made = self._together(lambda: self.local._prepare(documents, before) if last else [])
@@ -144,7 +146,7 @@ class ShardedIndex(nn.Module):
         return range(before, self._total)
 
     def delete(self, ids: Iterable[int] | Tensor | np.ndarray) -> int:
-        """Take documents out; returns how many were there. See `SparseIndex.delete`."""
+        """Delete documents and return how many of them were live. See `SparseIndex.delete`."""
 
         def mine() -> Tensor:
             return self._here(document_ids(ids, self._total))
@@ -153,8 +155,8 @@ class ShardedIndex(nn.Module):
         return int(torch.stack(self._gather(gone)).sum())
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write each process's part into a folder, as part-0-of-2 and so on. No part is replaced before all are
-        complete."""
+        """Write each process's part to a folder, as part-0-of-2 and so on. No old part is replaced until all new parts
+        are complete."""
         path = Path(folder)
 
         def written() -> PendingFile:
@@ -171,7 +173,8 @@ class ShardedIndex(nn.Module):
         self._together(pending[0].commit)
 
     def _together(self, work: Callable[[], T]) -> T:
-        """What `work` gives on this process, where it raises nothing on any; else the first process's error on all."""
+        """Return the result of `work` on this process. If `work` raises on any process, all processes raise the error
+        of the lowest such rank."""
         return _together(work, self.group, self.device)
 
     def _part(self) -> str:
@@ -186,9 +189,9 @@ class ShardedIndex(nn.Module):
         device: torch.device | str = "cpu",
         verify: bool = True,
     ) -> ShardedIndex:
-        """Read what `save` wrote, with as many processes.
+        """Read a folder that `save` wrote with the same number of processes.
 
-        Raises FileNotFoundError where it was written by another number of processes.
+        Raises FileNotFoundError if the number of processes was different.
         """
         name = f"part-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
         load = lambda: SparseIndex.load(Path(folder) / name, device=device, verify=verify)
@@ -203,7 +206,7 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None, device: to
     except Exception as error:
         own = error
     errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    # NCCL sends objects from the current device.
+    # The NCCL backend exchanges objects through the current device.
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         dist.all_gather_object(errors, _sendable(own), group=group)
@@ -214,7 +217,7 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None, device: to
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """The error, or one that says the same where it cannot be pickled."""
+    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

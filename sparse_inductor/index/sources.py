@@ -1,6 +1,6 @@
-"""What a collection or a batch of queries may be given as, brought into one form: checked, merged CSR rows.
+"""Conversion of collections and batches of queries, in any supported form, to checked, merged CSR rows.
 
-Nothing here keeps memory of the caller: what is made may be kept while the caller changes what was given.
+The results share no memory with the inputs, which the caller may modify afterwards.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Rows:
         return self.offsets.numel() - 1
 
     def part(self, first: int, last: int) -> Rows:
-        """Rows first to last - 1."""
+        """Return the rows from `first` to `last - 1`."""
         offsets = self.offsets[first : last + 1]
         start, end = int(offsets[0]), int(offsets[-1])
         return Rows(offsets - start, self.terms[start:end], self.weights[start:end])
 
     def to(self, device: torch.device) -> Rows:
-        """The same on another device."""
+        """Return the same rows on another device."""
         return Rows(*(t.to(device) for t in (self.offsets, self.terms, self.weights)))
 
     @staticmethod
     def join(parts: Sequence[Rows]) -> Rows:
-        """One after the other."""
+        """Concatenate rows."""
         if len(parts) == 1:
             return parts[0]
         lengths = torch.cat([p.offsets.diff() for p in parts])
@@ -58,9 +58,9 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """Sparse rows as they were given: nothing is checked, terms may repeat and come in any order.
+    """Unchecked sparse rows, as given: terms may repeat and be in any order.
 
-    width: how many columns there are, where the source says.
+    width: the number of columns, if the source specifies it.
     """
 
     offsets: Tensor
@@ -74,11 +74,11 @@ class Entries:
 
 
 def collection_of(source: Any, num_terms: int | None, first: int = 0) -> tuple[int, Iterator[Rows]]:
-    """The number of terms and the documents of a collection, as batches of rows.
+    """Return the number of terms of a collection, and its documents as batches of rows.
 
     A collection is a matrix (scipy, torch sparse, dense), or an iterable of matrices, of rows or of documents; a
     document is a pair (terms, weights) or a mapping from term to weight. `first` is the number of the first document,
-    for messages. Without `num_terms` the first matrix or row says how many there are.
+    for messages. `num_terms` defaults to the width of the first matrix or row.
 
     Raises TypeError for anything else, ValueError for unknown term ids and weights that are NaN or infinite.
     """
@@ -116,7 +116,7 @@ def _batches(items: Iterator[Any], num_terms: int, first: int) -> Iterator[Rows]
         if entries.count == 1:
             if entries.width is not None and entries.width > num_terms:
                 raise ValueError(_too_wide(f"document {first + len(pending)}", entries, num_terms))
-            # A generator may fill its buffers anew for the next one.
+            # Copied, because a generator may reuse its buffers for the next document.
             own = dataclasses.replace(
                 entries, terms=entries.terms.clone(), weights=entries.weights.clone()
             )
@@ -136,7 +136,7 @@ def _batches(items: Iterator[Any], num_terms: int, first: int) -> Iterator[Rows]
 
 
 def entries_of_all(queries: Sequence[Any]) -> Entries:
-    """Queries given one by one, together; each as a row, a pair (terms, weights) or a mapping."""
+    """Combine queries that are given one by one, each as a row, a pair (terms, weights) or a mapping."""
     given = []
     for number, item in enumerate(queries):
         entries = entries_of(item)
@@ -151,13 +151,13 @@ def entries_of_all(queries: Sequence[Any]) -> Entries:
 
 
 def entries_of(source: Any) -> Entries | None:
-    """The entries of a matrix [N, V] or a row [V] (torch, numpy, scipy); None for what is no such thing.
+    """Return the entries of a matrix [N, V] or a row [V] (torch, numpy, scipy); None for any other object.
 
-    Raises ValueError for another number of axes, TypeError for an array of something that is no number.
+    Raises ValueError for another number of axes, TypeError for an array whose elements are not numbers.
     """
     if isinstance(source, np.ndarray):
         if source.dtype == object:
-            return None  # perhaps of documents
+            return None  # possibly an array of documents
         if source.dtype.kind not in "biufc":
             raise TypeError(f"weights must be numbers, got an array of {source.dtype}")
         source = from_array(source)
@@ -169,7 +169,7 @@ def entries_of(source: Any) -> Entries | None:
             terms, weights = (from_array(a) for a in (coo.coords[0], coo.data))
             return Entries(_offsets_of_one(terms), terms, weights, source.shape[0])
         csr = source.tocsr()
-        used = int(csr.indptr[-1])  # there may be room for more behind it
+        used = int(csr.indptr[-1])  # the arrays may be longer than the entries
         offsets, terms, weights = (
             from_array(a) for a in (csr.indptr, csr.indices[:used], csr.data[:used])
         )
@@ -186,14 +186,14 @@ def _entries_of_tensor(t: Tensor) -> Entries:
             raise ValueError(f"a matrix must be [N, V], got values of {tuple(t.values().shape)}")
         return Entries(t.crow_indices(), t.col_indices(), t.values(), width)
     if t.layout == torch.sparse_coo:
-        index, weights = compat.coo_entries(t)  # sorted and added up later, as all entries are
+        index, weights = compat.coo_entries(t)  # unsorted: `merged` sorts and adds all entries
         row, terms = (None, index[0]) if t.dim() == 1 else index
     elif t.layout == torch.sparse_csc:
         row, weights = t.row_indices(), t.values()
         terms = torch.repeat_interleave(t.ccol_indices().diff(), output_size=row.numel())
     else:
         dense = to_dense(t)
-        # As booleans: torch has nonzero for few dtypes.
+        # Converted to bool, because few dtypes have `nonzero`.
         there = (dense if dense.dim() == 2 else dense[None]).bool()
         row, terms = there.nonzero().unbind(1)
         weights = dense[row, terms] if dense.dim() == 2 else dense[terms]
@@ -207,18 +207,18 @@ def _entries_of_tensor(t: Tensor) -> Entries:
 
 
 def to_dense(t: Tensor) -> Tensor:
-    """The tensor, dense."""
+    """Return the tensor in dense form."""
     if t.layout == torch.strided:
         return t
     if torch.compiler.is_compiling() or not t.is_inference():
         return t.to_dense()
-    with torch.inference_mode():  # which writes into what it makes of them
+    with torch.inference_mode():  # to_dense writes in place to an inference tensor
         dense = t.to_dense()
     return dense.clone()
 
 
 def _document(item: Any, name: str) -> Entries:
-    """The entries of a pair (terms, weights) or a mapping."""
+    """Return the entries of a pair (terms, weights) or a mapping."""
     if isinstance(item, Mapping):
         item = (list(item.keys()), list(item.values()))
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -250,7 +250,7 @@ def as_ids(ids: Any, name: str) -> Tensor:
 
 
 def as_weights(weights: Any, name: str) -> Tensor:
-    """Real numbers, as a tensor; numbers of Python as fp64, whatever the default dtype is."""
+    """Convert real numbers to a tensor. Python floats become fp64, independently of torch's default dtype."""
     if not isinstance(weights, torch.Tensor):
         array = _as_array(weights, f"{name}: weights must be real numbers")
         if array.dtype.kind not in "biuf":
@@ -270,8 +270,8 @@ def _as_array(values: Any, otherwise: str) -> np.ndarray:
 
 
 def from_array(array: np.ndarray) -> Tensor:
-    """An array as a tensor of the CPU; a copy where torch has no such dtype, byte order or strides, or would warn
-    because the array is read-only."""
+    """Convert an array to a CPU tensor. The data are copied if torch does not support their dtype, byte order or
+    strides, or would warn because the array is read-only."""
     if torch.compiler.is_compiling():
         return torch.as_tensor(array, device="cpu")
     dtype = array.dtype.newbyteorder("=")
@@ -282,7 +282,7 @@ def from_array(array: np.ndarray) -> Tensor:
 
 
 def _describe(value: Any) -> str:
-    """A type, and the value where that is short."""
+    """Return the name of a value's type, followed by the value if that is short."""
     text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple, dict)) else ""
     kind = type(value).__name__
     return f"{kind} {text}" if 0 < len(text) <= 60 else kind
@@ -304,13 +304,13 @@ def _offsets_of_one(terms: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Entries]) -> Entries:
-    """Rows given one by one as one source, on their device, or on the CPU where they have several."""
+    """Concatenate rows that are given one by one, on their common device, or on the CPU if their devices differ."""
     devices = {p.terms.device for p in parts}
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     lengths = torch.tensor([p.terms.numel() for p in parts], device=device)
     terms = [p.terms.to(device=device, dtype=torch.int64) for p in parts]
     dtypes = {p.weights.dtype for p in parts}
-    # fp64 holds every other weight, so that a message can name it as it was given.
+    # fp64 represents weights of all other dtypes, so that a message can show a weight as it was given.
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if dtype is None:
         dtype = torch.complex128 if any(d.is_complex for d in dtypes) else torch.float64
@@ -325,7 +325,7 @@ def _too_wide(what: str, entries: Entries, num_terms: int) -> str:
 
 
 def _checked(entries: Entries, num_terms: int, first: int) -> Iterator[Rows]:
-    """The rows, a block of documents at a time."""
+    """Check and merge entries, and yield the rows one block of documents at a time."""
     if entries.width is not None and entries.width > num_terms:
         raise ValueError(_too_wide("the matrix", entries, num_terms))
     if entries.weights.is_complex():
@@ -337,7 +337,7 @@ def _checked(entries: Entries, num_terms: int, first: int) -> Iterator[Rows]:
         here = slice(int(edges[0]), int(edges[-1]))
         weights = entries.weights[here]
         if weights.is_floating_point() and weights.itemsize == 1:
-            weights = weights.float()  # isfinite does not know 8 bits
+            weights = weights.float()  # isfinite does not support 8-bit floats
         block = Entries(edges - edges[0], entries.terms[here].long(), weights, None)
         _check_values(block, num_terms, first + row)
         rows = merged(block, num_terms)
@@ -346,7 +346,7 @@ def _checked(entries: Entries, num_terms: int, first: int) -> Iterator[Rows]:
 
 
 def check_offsets(offsets: Tensor, entries: Entries) -> None:
-    """Raises ValueError for offsets that do not rise within the entries, as unchecked CSR tensors may have."""
+    """Raise ValueError unless the offsets are non-decreasing and within the entries; CSR tensors may be unchecked."""
     nnz = entries.terms.numel()
     if entries.weights.numel() != nnz:
         raise ValueError(f"there are {nnz} term ids and {entries.weights.numel()} weights")
@@ -392,19 +392,20 @@ def _check_sums(rows: Rows, first: int) -> None:
 
 
 def _ascending(offsets: Tensor, terms: Tensor) -> bool:
-    """Whether the terms of each row ascend; offsets from 0 to their number."""
+    """Whether the terms of each row are strictly ascending. The offsets run from 0 to the number of terms."""
     rises = torch.ones(terms.numel() + 1, dtype=torch.bool, device=terms.device)
     torch.gt(terms[1:], terms[:-1], out=rises[1:-1])
     return bool(rises.index_fill_(0, offsets, True).all())
 
 
 def _all_finite(weights: Tensor) -> bool:
-    """In a tenth of the time of `isfinite`: the least and the largest are NaN where one is."""
+    """Whether all weights are finite, in a tenth of the time of `isfinite`. `aminmax` propagates NaN."""
     return not weights.numel() or all(math.isfinite(x) for x in torch.aminmax(weights))
 
 
 def merged(entries: Entries, num_terms: int) -> Rows:
-    """Terms in ascending order, those named twice added up, those of weight 0 left out; in memory of its own."""
+    """Sort terms, add the weights of repeated ones and drop weights of 0. The result shares no memory with the
+    input."""
     offsets, terms, weights = entries.offsets, entries.terms, entries.weights
     if _ascending(offsets, terms):
         own = weights.to(torch.float32, copy=True)

@@ -31,29 +31,30 @@ class SparseIndex(nn.Module):
         scores, ids = index.search(queries, k=1000)              # [B, k] each
         index.save("collection.index"); index = SparseIndex.load("collection.index", device="cuda")
 
-    A score is the inner product in fp64, rounded to fp32. The best come first, equal scores by lowest document id;
-    the bits are the same on every run. Documents keep their number for life: `append` gives the next ones, `delete`
-    takes documents out of every result without renumbering the others. Every live document has a score: one that
-    shares no term with the query scores 0.
+    A score is the inner product in fp64, rounded to fp32. Results are in descending order of score, equal scores in
+    ascending order of document id, and bitwise the same on every run. A document keeps its id for life: `append`
+    assigns the next ids, and `delete` removes documents from every result without renumbering the others. Every live
+    document has a score: one that shares no term with the query scores 0.
 
-    The index keeps what it was given: it copies, and whoever changes a tensor or an array afterwards changes nothing
-    here. Threads may use it at once. A search, a save, a copy sees the documents of one moment: all of an `append` or a
-    `delete`, or nothing of it; writers wait for each other.
+    The index copies its inputs, so that later changes to a tensor or an array do not affect it. It is thread-safe: a
+    search, a save or a copy sees either all of an `append` or a `delete`, or nothing of it. Writers wait for each
+    other.
 
-    The module has no parameters. It moves with `.to(device)`. `search` and `scores` may stand in a compiled program;
-    a compiled `search` is not compiled again when documents come or go, an exported one keeps those it was exported
-    with.
+    The module has no parameters. It moves with `.to(device)`. `search` and `scores` may be called in a compiled
+    program. A compiled `search` does not recompile when documents are added or deleted; an exported program keeps the
+    documents that were present at export.
     """
 
     def __init__(self, num_terms: int, weights: str = "float32") -> None:
-        """An empty index of `num_terms` terms; `weights` is "float32", "float16" or "int8" (see `weight_error`)."""
+        """Create an empty index of `num_terms` terms; `weights` is "float32", "float16" or "int8" (see
+        `weight_error`)."""
         super().__init__()
         self.num_terms, self.weights = checked_kind(num_terms, weights)
         self._contents = Contents.empty(num_terms, torch.device("cpu"))
         self._open()
 
     def _open(self) -> None:
-        """What belongs to this object and not to a copy of it."""
+        """Create the lock and the handle, which belong to this object and not to its copies."""
         self._writing = threading.RLock()
         self._handle = enrol(self)
         _opened.add(self)
@@ -85,16 +86,17 @@ class SparseIndex(nn.Module):
 
         Args:
             documents: a matrix [N, V] (scipy sparse, torch CSR or COO, or dense), or an iterable of such matrices or of
-                documents, each a pair (term ids, weights) or a mapping {term id: weight}. An iterable is read once and
-                never held as a whole: memory grows with the index alone. Terms named twice in a document add up.
-            num_terms: V; known from a matrix, needed for documents given one by one.
-            weights: "float32", "float16" or "int8": how weights are kept.
-            device: where the index is to live; default the device of a torch matrix, else the CPU.
-            progress: show how far it has come.
+                documents, each a pair (term ids, weights) or a mapping {term id: weight}. An iterable is read once, in
+                batches, so that memory grows with the index alone. The weights of a term that occurs more than once
+                in a document are added.
+            num_terms: V; inferred from a matrix, required for documents given one by one.
+            weights: the precision in which weights are stored: "float32", "float16" or "int8".
+            device: the device of the index; defaults to the device of a torch matrix, else the CPU.
+            progress: show progress.
 
         Raises:
-            ValueError: term ids outside [0, V), weights that are NaN or infinite, with the document's number.
-            TypeError: something that is no collection.
+            ValueError: a term id is outside [0, V), or a weight is NaN or infinite. The message names the document.
+            TypeError: `documents` is not a collection.
         """
         if num_terms is not None:
             num_terms, _ = checked_kind(num_terms, weights)
@@ -109,18 +111,18 @@ class SparseIndex(nn.Module):
 
     @apart
     def append(self, documents: Any, *, replacing: Any = None, progress: bool = False) -> range:
-        """Add documents, given as to `build`; returns their ids. Costs little for a few: small segments are merged as
-        documents come.
+        """Add documents, in any form that `build` takes, and return their ids. Adding a few documents is cheap,
+        because only small segments are merged.
 
-        `replacing` names documents, as `delete` takes them, that go at the same moment: every search finds either the
-        old or the new ones.
+        `replacing` names documents to delete in the same step, in any form that `delete` takes: every search finds
+        either the old documents or the new ones.
 
-        Raises what `build` and `delete` raise; the index is then as it was.
+        Raises the errors of `build` and `delete`; the index is then unchanged.
         """
         return self._publish(self._prepare(documents, len(self), progress), replacing)
 
     def _prepare(self, documents: Any, first: int, progress: bool = False) -> list[Segment]:
-        """Documents as segments, for `_publish` to add; `first` numbers them in messages."""
+        """Convert documents to segments, which `_publish` adds; messages number documents from `first`."""
         with own_settings():
             _, batches = collection_of(documents, self.num_terms, first)
             return self._segments_of(batches, progress)
@@ -135,14 +137,14 @@ class SparseIndex(nn.Module):
 
     @apart
     def delete(self, ids: Iterable[int] | Tensor | np.ndarray) -> int:
-        """Take documents out of all results; returns how many were there. Their memory is given back by `vacuum`.
+        """Remove documents from all results and return how many of them were live. `vacuum` frees their memory.
 
         Args:
             ids: document ids, or a boolean mask of all documents.
 
         Raises:
-            IndexError: an id that was never given, or a mask of another length.
-            TypeError: ids that are no integers.
+            IndexError: an id was never assigned, or the length of a mask is not the number of documents.
+            TypeError: the ids are not integers.
         """
         with self._writing, own_settings():
             before = self._contents
@@ -152,7 +154,7 @@ class SparseIndex(nn.Module):
 
     @apart
     def vacuum(self) -> None:
-        """Forget the postings of deleted documents."""
+        """Free the postings of deleted documents."""
         with self._writing, own_settings():
             self._contents = self._contents.vacuumed()
 
@@ -165,7 +167,7 @@ class SparseIndex(nn.Module):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseIndex:
-        """`.to(device)`; a change of dtype is no business of an index."""
+        """Implement `.to(device)`. A change of dtype has no effect on an index."""
         super()._apply(fn, recurse)
         with self._writing, own_settings():
             device = fn(torch.zeros(0, dtype=torch.bool, device=self.device)).device
@@ -173,30 +175,30 @@ class SparseIndex(nn.Module):
                 self._contents = self._contents.to(device)
         return self
 
-    # Asking
+    # Searching
 
     def __len__(self) -> int:
-        """Documents ever added; ids are below this."""
+        """The number of documents ever added; all ids are below it."""
         return self._contents.count
 
     @property
     @apart
     def num_live(self) -> int:
-        """Documents that have not been deleted."""
+        """The number of documents that have not been deleted."""
         deleted = self._contents.deleted
         return deleted.numel() - int(deleted.sum())
 
     @property
     def num_postings(self) -> int:
-        """Non-zero weights kept."""
+        """The number of stored non-zero weights."""
         return sum(s.nnz for s in self._contents.segments)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the rows ("forward"), and of what searching adds ("postings")."""
+        """Bytes of the rows ("forward"), and of the structures that searching needs in addition ("postings")."""
         contents = self._contents
         lists = contents.postings
-        if contents.device.type == "cuda":  # these hold the rows, too
+        if contents.device.type == "cuda":  # the packed tensors include the rows
             from ..kernels.sparse_scores.search import LISTS
 
             lists = lists[:LISTS]
@@ -207,14 +209,14 @@ class SparseIndex(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the index lives."""
+        """The device of the index."""
         return self._contents.device
 
     @property
     def weight_error(self) -> float:
-        """The largest distance of a kept weight from the one given: 0 for float32.
+        """The largest difference between a stored weight and the given weight: 0 for float32.
 
-        Scores are exact for the weights as kept. Against the weights as given, the score of a query is off by at most
+        Scores are exact for the stored weights. They differ from the scores of the given weights by at most
         weight_error * sum |query weights|.
         """
         return max((s.error for s in self._contents.segments), default=0.0)
@@ -222,7 +224,8 @@ class SparseIndex(nn.Module):
     def operands(
         self, allow: Any = None, deny: Any = None
     ) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
-        """What the operator `index_search` takes of the index, of one moment."""
+        """Return the operands `postings`, `counts` and `barred` of the operator `index_search`, from one snapshot of
+        the index."""
         contents = self._contents
         return contents.postings, contents.counts, answers.barred_in(contents, allow, deny)
 
@@ -236,29 +239,28 @@ class SparseIndex(nn.Module):
         offset: SupportsIndex = 0,
         min_score: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The k best documents of every query, or of those that a filter leaves.
+        """Return the k best documents of every query, optionally restricted by filters.
 
         Args:
             queries: a dense or sparse tensor, an array or a scipy matrix [B, V] or [V]; a pair (term ids, weights)
-                [B, T] or [T]; a mapping {term id: weight}; or a list of rows [V], pairs and mappings. Where terms are
-                named, ids outside [0, V) count nothing and terms named twice add up. Read as fp32. Memory grows with
-                the entries of sparse queries.
-            k: how many; more than there are live documents is allowed.
-            allow, deny: the documents that alone may be found, and those that may not: ids for all queries, or a
-                boolean mask, [N] for all or [B, N] with a row for each. Documents that came after a mask was made,
-                which is then shorter, are not marked in it.
-            offset: how many of the best are passed over, for a page of results: the k after them. Costs what a search
-                for `offset + k` costs.
-            min_score: the lowest score that is a result.
+                [B, T] or [T]; a mapping {term id: weight}; or a list of rows [V], pairs and mappings. Term ids outside
+                [0, V) are ignored, and the weights of a repeated term id are added. Weights are converted to fp32.
+                For sparse queries, memory grows with the number of entries.
+            k: the number of results per query; it may exceed the number of live documents.
+            allow, deny: restrict results to, or exclude from them, these documents: ids for all queries, or a boolean
+                mask, [N] for all queries or [B, N] with a row for each. A mask may be shorter than the index;
+                documents beyond its end are not marked.
+            offset: the number of best results to skip, for paging. Costs as much as a search for `offset + k`.
+            min_score: the lowest score that is returned.
 
         Returns:
-            scores fp32 and document ids int64, [B, k] or [k], in descending order, equal scores by lowest id. Where
-            there are fewer than k such documents the rest is -inf and -1. A query with a NaN or infinite weight has
-            scores NaN and ids -1. No gradient.
+            scores fp32 and document ids int64, [B, k] or [k], in descending order of score, equal scores in ascending
+            order of id. If fewer than k documents qualify, the remaining places hold -inf and -1. A query with a NaN
+            or infinite weight has scores NaN and ids -1. No gradient.
 
         Raises:
-            ValueError, TypeError: k or offset < 0, and queries, ids or masks of another shape or type.
-            IndexError: an id that was never given, a mask of more documents than there are or of other queries.
+            ValueError, TypeError: k or offset is negative, or queries, ids or masks have a wrong shape or type.
+            IndexError: an id was never assigned, or a mask is longer than the index or does not match the queries.
         """
         first = as_count(offset, "offset")
         found = answers.search(self, queries, as_count(k, "k") + first, allow, deny)
@@ -266,19 +268,19 @@ class SparseIndex(nn.Module):
 
     @apart
     def scores(self, queries: Any, documents: Any = None) -> Tensor:
-        """The scores of all documents, or of those that are given. Differentiable in the queries.
+        """Return the scores of all documents, or of given candidates. Differentiable with respect to the queries.
 
         Args:
-            queries: as `search` takes them.
-            documents: ids of candidates, [M] for all queries or [B, M] with a row for each, which alone are read. -1,
-                with which `search` fills up its results, scores -inf. Not within a compiled program.
+            queries: see `search`.
+            documents: ids of candidates, [M] for all queries or [B, M] with a row for each. Only these documents are
+                read. An id of -1, the padding of `search` results, scores -inf. Not supported in a compiled program.
 
         Returns:
             fp32 [B, N] or [N], with candidates [B, M] or [M]; -inf for deleted documents.
 
         Raises:
-            ValueError, TypeError: queries as in `search`; documents that are no integers or of another shape.
-            IndexError: an id that was never given.
+            ValueError, TypeError: queries are invalid, see `search`; documents are not integers or have a wrong shape.
+            IndexError: an id was never assigned.
         """
         contents = self._contents
         given = queries_of(queries, self.num_terms, contents.device, differentiable=True)
@@ -290,7 +292,7 @@ class SparseIndex(nn.Module):
         return found[0] if given.single else found
 
     def forward(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
-        """`search`."""
+        """Same as `search`."""
         return self.search(queries, k)
 
     def extra_repr(self) -> str:
@@ -304,9 +306,9 @@ class SparseIndex(nn.Module):
     def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
         """Write the index to a safetensors file with checksums, which appears only when it is complete.
 
-        As with `open(path, "w")`: a symbolic link is followed, an old file's mode is kept, a new file's is what the
-        umask leaves. A save that fails or is killed leaves the old file; what a killed one wrote is removed by the next
-        save. `progress` shows how far it has come.
+        As with `open(path, "w")`, a symbolic link is followed, an existing file keeps its mode, and the mode of a new
+        file follows the umask. A save that fails or is killed leaves the old file unchanged; the next save removes the
+        temporary file of a killed one. `progress` shows progress.
         """
         files.pending(path, self._contents, self.weights, progress).commit()
 
@@ -321,9 +323,10 @@ class SparseIndex(nn.Module):
         progress: bool = False,
     ) -> SparseIndex:
         """Read an index; on a CPU its rows stay memory-mapped. `verify=False` skips the checksums of the data, but not
-        that it makes an index. `progress` shows how far it has come.
+        the check that the data form a valid index. `progress` shows progress.
 
-        The file is opened once: of a file that is saved over meanwhile the old or the new index is read.
+        The file is opened once: if another process replaces it during the load, either the old or the new index is
+        read as a whole.
 
         Raises FileNotFoundError, and IndexFileError (a ValueError) for a foreign, truncated, damaged or newer file.
         """
@@ -338,7 +341,7 @@ class SparseIndex(nn.Module):
         return index
 
 
-# Indexes whose locks a forked child makes anew: the thread that held one there does not exist.
+# A forked child replaces the locks of these indexes, because a thread that held one does not exist in the child.
 _opened: weakref.WeakSet[SparseIndex] = weakref.WeakSet()
 
 

@@ -1,7 +1,7 @@
-"""Tensors in a safetensors file with a checksum each, written beside the old file and read by memory map.
+"""Safetensors files with a checksum for each tensor, replaced atomically and read by memory mapping.
 
 The container is the public safetensors format (8 bytes of header length, JSON header, data), so other tools can read
-the tensors; the checksums and the format's name and version are in its metadata.
+the tensors. Its metadata hold the checksums, and the name and the version of the index format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 try:
     import fcntl
-except ImportError:  # no file locks: files that a killed process left behind stay
+except ImportError:  # without file locks, temporary files of killed processes are not removed
     fcntl = None  # type: ignore[assignment]
 
 _DTYPES = {
@@ -34,23 +34,23 @@ _DTYPES = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LARGEST_HEADER = 100 << 20  # the format's own limit
-_PART = 64 << 20  # bytes checked at a time
+_LARGEST_HEADER = 100 << 20  # the limit of the safetensors format
+_PART = 64 << 20  # bytes per checksum update
 
 
 class IndexFileError(ValueError):
-    """A file that cannot be loaded, and why."""
+    """The error for a file that cannot be loaded; the message states the reason."""
 
 
 # Writing
 
 
 class PendingFile:
-    """A complete file beside the one that it will replace.
+    """A complete temporary file in the folder of the file that it will replace.
 
-    `commit` puts it in place, in one step, so that a reader opens either the old file or the new one; `discard` removes
-    it. As with `open(path, "w")`, a symbolic link is followed, a file that exists keeps its mode and owner, and a new
-    file gets the mode that the umask leaves.
+    `commit` puts it in place atomically, so that a reader opens either the old file or the new one; `discard` removes
+    it. As with `open(path, "w")`, a symbolic link is followed, an existing file keeps its mode and owner, and the mode
+    of a new file follows the umask.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class PendingFile:
         facts: Any,
         seen: Callable[[int], object],
     ) -> None:
-        """Write tensors (copied to the CPU one at a time) and JSON-able facts; `seen` is told the bytes written."""
+        """Write tensors, copied to the CPU one at a time, and facts, which JSON must support. `seen` is called with the
+        number of bytes of each tensor written."""
         self._target = Path(os.path.realpath(path))
         old = _replaceable(self._target)
         _remove_abandoned(self._target)
@@ -93,14 +94,14 @@ class PendingFile:
     def discard(self) -> None:
         """Remove the file."""
         self._part.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk says so again when buffers are written out
+        with contextlib.suppress(OSError):  # on a full disk, flushing the buffers fails again
             self._file.close()
 
 
 def _replaceable(target: Path) -> os.stat_result | None:
-    """The file that will be replaced, if there is one.
+    """Return the status of the file that will be replaced, or None if there is none.
 
-    Raises OSError where `open(target, "w")` would, and for what is no regular file.
+    Raises OSError if `open(target, "w")` would, or if the target is not a regular file.
     """
     try:
         old = os.stat(target)
@@ -116,7 +117,7 @@ def _replaceable(target: Path) -> os.stat_result | None:
 
 
 def _create_part(target: Path) -> tuple[BinaryIO, Path]:
-    """A new file beside the target, locked for as long as it is open."""
+    """Create a file in the target's folder, locked for as long as it is open."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     while True:
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
@@ -127,11 +128,11 @@ def _create_part(target: Path) -> tuple[BinaryIO, Path]:
         _lock(file.fileno(), wait=True)
         if _is_at(file.fileno(), part):
             return file, part
-        file.close()  # another process took it for abandoned before the lock was there
+        file.close()  # another process removed it as abandoned before it was locked
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Removes what processes left behind that were killed while they saved to this target: nobody holds its lock."""
+    """Remove temporary files of processes that were killed while they saved to this target: their locks are free."""
     if fcntl is None:
         return
     name = re.compile(re.escape(target.name) + r"\.[a-z0-9_]{8}\.part")
@@ -149,7 +150,7 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def _lock(handle: int, wait: bool) -> bool:
-    """Whether the open file is locked now. Some network file systems have no locks."""
+    """Lock an open file. Returns False if it cannot be locked; some network file systems do not support locks."""
     if fcntl is None:
         return False
     try:
@@ -160,7 +161,7 @@ def _lock(handle: int, wait: bool) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether the path still names the open file."""
+    """Whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -168,7 +169,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a new name last through a loss of power, where folders can be synchronised."""
+    """Make a new name durable across a power failure, if the system can synchronise folders."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -185,7 +186,7 @@ def _write_tensors(
     facts: Any,
     seen: Callable[[int], object],
 ) -> None:
-    # Wide elements first: every tensor is then aligned to its element size.
+    # Tensors with wide elements come first, so that every tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
     sums: dict[str, str] = {}
@@ -224,12 +225,12 @@ def _write_tensors(
 def read(
     path: str | os.PathLike[str], kind: str, version: int, verify: bool = True
 ) -> tuple[dict[str, Tensor], Any]:
-    """The tensors, memory-mapped (copy on write), and the facts. Without `verify` checksums are not looked at.
+    """Return the tensors, memory-mapped (copy on write), and the facts. `verify=False` skips the checksums of tensors.
 
-    The file is opened once: a process that saves over it meanwhile changes nothing of what is read.
+    The file is opened once: if another process replaces it meanwhile, the old file is read to the end.
 
-    Raises FileNotFoundError, and IndexFileError for a file of another kind or a newer version, a truncated or a
-    changed one.
+    Raises FileNotFoundError, and IndexFileError for a file that is of another kind or a newer version, truncated or
+    modified.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -278,7 +279,7 @@ def _header(file: BinaryIO, path: Path, size: int, kind: str) -> tuple[dict[str,
         )
     text = file.read(length)
     if len(text) < length:
-        # A foreign file also looks so: its first bytes are then no plausible start of a header.
+        # A file of another format may also be shorter than its first 8 bytes imply; its text does not start like JSON.
         cut = text[:1] == b"{"
         why = f"truncated: its header of {length} bytes is cut off" if cut else f"not a {kind} file"
         raise IndexFileError(f"{path} is {why}")

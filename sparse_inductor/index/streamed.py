@@ -1,4 +1,4 @@
-"""Documents in host memory that are searched on a GPU, a part at a time."""
+"""Search on a GPU of documents in host memory, one part at a time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .queries import queries_of
 from .segment import Segment
 from .sparse_index import SparseIndex
 
-_ALIGNED = 512  # bytes to which each tensor begins in a part
+_ALIGNED = 512  # alignment in bytes of each tensor in a part
 
 
 class StreamedIndex:
-    """Searches an index in host memory on a GPU that it does not fit.
+    """A search on a GPU of an index in host memory that does not fit into GPU memory.
 
         index = SparseIndex.build(documents)            # on the CPU, or SparseIndex.load
         streamed = StreamedIndex(index, "cuda")
         scores, ids = streamed.search(queries, k=1000)  # the bits of index.search, on the GPU
 
-    The documents are put into parts, each as a GPU searches it, in pinned memory of the host: about 10 bytes a posting
-    (7 where weights are "int8"), beside the index itself. A search copies part after part to one of two buffers of the
-    GPU while it searches the other; all queries of a call share the copies, so that large batches cost little more than
-    one query. The first search makes the parts, and the next ones those that changed. Appends, deletes and files are
-    those of the index; a search sees the documents of one moment. Threads may use it at once: their searches wait for
-    each other.
+    The documents are divided into parts in the format that a GPU searches, in pinned host memory: about 10 bytes per
+    posting (7 if weights are "int8"), in addition to the index itself. A search copies one part after the other to one
+    of two GPU buffers while it searches the other. All queries of a call share the copies, so a large batch costs
+    little more than one query. The first search builds the parts; later searches rebuild only the parts that changed.
+    Appends, deletes and files are those of the index. A search sees one consistent set of documents. The object is
+    thread-safe; its searches wait for each other.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class StreamedIndex:
         *,
         part_documents: int = 1 << 20,
     ) -> None:
-        """`index` lives on the CPU. The GPU holds two parts of `part_documents` documents, or a few more, each; what
-        making one takes for a moment is several times that.
+        """Search `index`, which must be on the CPU. The GPU holds two parts of `part_documents` documents, or a few
+        more, each. Building a part temporarily takes several times the memory of one.
 
-        Raises ValueError for an index that lives elsewhere, and for `part_documents` < 1.
+        Raises ValueError if the index is on another device or `part_documents` < 1.
         """
         if index.device.type != "cpu":
             raise ValueError(f"the index must live on the CPU, not on {index.device}")
@@ -62,16 +62,16 @@ class StreamedIndex:
 
     @property
     def device(self) -> torch.device:
-        """Where searches run."""
+        """The device of searches and results."""
         return self._buffers.device
 
     def __len__(self) -> int:
-        """Documents ever added."""
+        """The number of documents ever added."""
         return len(self.index)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pinned memory that the parts take."""
+        """The size of the parts in pinned memory, in bytes."""
         return sum(p.blob.numel() for p in self._parts.values())
 
     def search(
@@ -84,7 +84,7 @@ class StreamedIndex:
         offset: SupportsIndex = 0,
         min_score: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`SparseIndex.search`, with results on the GPU. Not within a compiled program."""
+        """Same as `SparseIndex.search`, with results on the GPU. Not supported in a compiled program."""
         first = as_count(offset, "offset")
         most = as_count(k, "k") + first
         contents = self.index._contents
@@ -116,7 +116,7 @@ class StreamedIndex:
         return merged(best[None], scores)
 
     def _parts_of(self, contents: Contents) -> list[_Part]:
-        """Parts of all documents; of segments that were in one before, those that are there."""
+        """Return the parts of all documents. A part is reused if its group of segments is unchanged."""
         groups: list[list[Segment]] = [[]]
         for s in contents.segments:
             if sum(g.count for g in groups[-1]) >= self.part_documents:
@@ -133,8 +133,11 @@ class StreamedIndex:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Some segments, kept so that their ids stay theirs, and what `index_search` takes of them as one piece of memory:
-    dtype, shape and first byte of each tensor in `blob`, uint8."""
+    """A group of segments, and the tensors that `index_search` takes for them in one buffer.
+
+    segments: kept alive, because `_parts_of` identifies them by `id`. blob: uint8, the buffer. layout: dtype, shape and
+    first byte in `blob` of each tensor.
+    """
 
     segments: Sequence[Segment]
     counts: list[int]
@@ -143,7 +146,7 @@ class _Part:
 
     @staticmethod
     def of(segments: Sequence[Segment], num_terms: int, device: torch.device) -> _Part:
-        """Made on the device."""
+        """Build a part. The tensors are computed on the device."""
         none = torch.zeros(sum(s.count for s in segments), dtype=torch.bool, device=device)
         made = Contents.of(num_terms, [s.to(device) for s in segments], none)
         layout, end = [], 0
@@ -159,7 +162,7 @@ class _Part:
         return part
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors in a copy of `blob`."""
+        """Return the tensors as views of `memory`, which is `blob` or a copy of it."""
         return [
             memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for dtype, shape, at in self.layout
@@ -167,8 +170,7 @@ class _Part:
 
 
 class _Buffers:
-    """Two pieces of a GPU's memory into which parts are copied in turn, by a stream of its own. On a CPU the same
-    without streams."""
+    """Two GPU buffers to which parts are copied alternately, on a separate stream. On a CPU no streams are used."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -178,7 +180,7 @@ class _Buffers:
             self._copied, self._read = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
 
     def each(self, parts: Iterable[_Part]) -> Iterator[tuple[_Part, list[Tensor]]]:
-        """Each part with its tensors on the device, which are there until the next but one is asked for."""
+        """Yield each part with its tensors on the device, which are valid until the next but one is requested."""
         parts = list(parts)
         size = max((p.blob.numel() for p in parts), default=0)
         on_gpu = self.device.type == "cuda"

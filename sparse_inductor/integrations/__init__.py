@@ -1,1 +1,1 @@
-"""What other libraries need to be told before they can be rewritten; each is asked for by name, for one object."""
+"""Adaptations of objects of other libraries that allow more rewrites. Each is applied explicitly to one object."""

@@ -1,12 +1,13 @@
-"""Lets one sentence-transformers `SparseEncoder` keep its logits to itself.
+"""Removes the logits from the results of a sentence-transformers `SparseEncoder`, so that they need not exist.
 
     from sparse_inductor.integrations.sentence_transformers import drop_logits
 
     drop_logits(encoder)       # before its first compiled call
     encoder.compile()
 
-The modules of a `SparseEncoder` hand a dict from one to the next, and the logits stay in it as `token_embeddings`: a
-compiled encoder returns them, so they have to exist. `SparseEncoder.encode` and `SpladeLoss` never look at them.
+The modules of a `SparseEncoder` pass a dict of features from one to the next, and the logits remain in it as
+`token_embeddings`. A compiled encoder returns them and therefore has to materialise them, although
+`SparseEncoder.encode` and `SpladeLoss` do not use them.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ LOGITS = "token_embeddings"
 
 
 def drop_logits(encoder: nn.Module) -> Callable[[], None]:
-    """Has the encoder return its features without the logits, and not write into the features that it is given.
+    """Make the encoder return its features without the logits, and leave the dict of input features unmodified.
 
-    For whoever trains with `SpladeLoss` or calls `encode`; a loss of your own that reads
-    `features["token_embeddings"]`, or a forward hook that does, needs the logits. It concerns this one object, compiled
-    or not, and works with and without `enable()`. The function that it returns takes it back; like this one, it has to
-    be called before the encoder is compiled.
+    Use it for training with `SpladeLoss` and for `encode`, but not with a custom loss or a forward hook that reads
+    `features["token_embeddings"]`. It affects this object only, compiled or not, with or without `enable()`. Returns a
+    function that undoes the change. Call both functions before the encoder is compiled.
     """
-    own = vars(encoder).get("forward")  # another wrapper's
-    # As an attribute, which is copied and pickled with the encoder; what a forward hook takes out of
-    # the features still leaves the compiled graph.
+    own = vars(encoder).get("forward")  # set by another wrapper
+    # An attribute is copied and pickled with the encoder. A forward hook would not help: logits that it removes are
+    # still outputs of the compiled graph.
     wrapped = functools.partial(_forward, encoder, own)
     encoder.forward = wrapped
 

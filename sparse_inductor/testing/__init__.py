@@ -1,4 +1,4 @@
-"""Assertions about what a program is rewritten to, and that it still computes the same.
+"""Assertions that a program is rewritten as expected and still computes the same.
 
     from sparse_inductor.testing import assert_matches_reference, assert_rewrites
 
@@ -6,13 +6,13 @@
         assert_rewrites(model, (ids, mask), {"splade_head": 1})
         assert_matches_reference(model, (ids, mask))
 
-They work on any function or module that `torch.compile` takes, compile it afresh with the patterns of the enabled
-session (without one: with all) and the policy "always", since they are about what is recognised and not about what is
-faster (`compile_without_codegen` has the session's policy), and leave the caller's tensors, modules, random state and
-report as they were. Code is only generated on request. A failure shows the nearest miss, the graph and what the
-rewrite changed in it.
+The assertions accept any function or module that `torch.compile` takes. They compile it from scratch with the patterns
+of the enabled session, or with all patterns if there is none. The policy is "always", because they test recognition and
+not speed; `compile_without_codegen` uses the session's policy. The caller's tensors, modules, random state and report
+remain unchanged. Code is generated only on request. A failure shows the nearest miss, the graph, and the changes that
+the rewrite made to it.
 
-`sparse_inductor.pytest_plugin` has fixtures and markers to go with them.
+`sparse_inductor.pytest_plugin` provides matching fixtures and markers.
 """
 
 from ._assertions import assert_graph, assert_not_rewritten, assert_pattern, assert_rewrites

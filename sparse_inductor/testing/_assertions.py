@@ -1,4 +1,4 @@
-"""What a program is rewritten to."""
+"""Assertions about the rewrites of a program."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def assert_rewrites(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """Assert that compiling `fn(*args)` rewrites each named pattern exactly so many times.
+    """Assert that compiling `fn(*args)` rewrites each named pattern the expected number of times.
 
     Args:
-        fn: a function or module, compiled or not. It is captured in the mode it is in (`train`, `eval`, grad mode). Or
-            what `explain` or `assert_matches_reference` returned, to capture nothing again.
-        args, kwargs: what it is called with.
-        expected: pattern name -> number of rewrites. Patterns that are not named may do as they like; without any
-            (`{}` or None) nothing at all may be rewritten.
+        fn: a function or module, compiled or not, which is captured in its current mode (`train`, `eval`, grad mode);
+            or the result of `explain` or `assert_matches_reference`, to avoid a second capture.
+        args, kwargs: the arguments of the call.
+        expected: pattern name -> number of rewrites. Other patterns may rewrite any number of times. If it is empty
+            (`{}` or None), no pattern may rewrite anything.
 
-    Returns the explanation, for further questions. Raises AssertionError, ValueError for an unknown pattern name,
-    and whatever `fn` raises.
+    Returns the explanation, for further checks. Raises AssertionError, ValueError for an unknown pattern name, and any
+    error of `fn`.
     """
     expected = dict(expected or {})
     for name in expected:
@@ -63,12 +63,12 @@ def assert_not_rewritten(
     at: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """Assert that a pattern (None: any) leaves `fn(*args)` alone, and that the report says why.
+    """Assert that a pattern (None: any pattern) does not rewrite `fn(*args)`, and that the report gives the reason.
 
     Args:
         fn, args, kwargs: as in `assert_rewrites`.
-        reason: a part of the reported reason. None: no near miss has to be reported.
-        at: a part of the line that the near miss points to.
+        reason: a substring of the reported reason. If `reason` and `at` are None, no near miss is required.
+        at: a substring of the source line to which the near miss refers.
 
     Returns the explanation. Raises AssertionError, and ValueError for an unknown pattern name.
     """
@@ -108,11 +108,11 @@ def assert_graph(
     kwargs: Mapping[str, Any] | None = None,
     skip: int = 0,
 ) -> None:
-    """Assert that the graph after rewriting (with `before`: as captured) is this text.
+    """Assert that the graph after rewriting (with `before`: as captured) has this text.
 
-    `expected` is a string literal in the test. With `EXPECTTEST_ACCEPT=1` in the environment it is put there or
-    brought up to date by the run. A line a node: name, dtype and shape, call; several graphs are parted by an empty
-    line. `skip` is how many functions of yours stand between the literal and this call. Needs `expecttest`.
+    `expected` is a string literal in the test. With `EXPECTTEST_ACCEPT=1` in the environment, the run inserts or
+    updates it. The text has one line per node with its name, dtype and shape, and call; an empty line separates graphs.
+    `skip` is the number of your own functions between the literal and this call. Requires `expecttest`.
     """
     try:
         from expecttest import assert_expected_inline
@@ -127,11 +127,12 @@ def assert_graph(
 
 
 def assert_pattern(pattern: Pattern, dtypes: Sequence[torch.dtype] | None = None) -> None:
-    """Assert what a pattern says of itself: all tests that it needs, from its examples and near misses.
+    """Test a pattern completely, from its examples and near misses.
 
-    It has at least one of each. Every example is rewritten by it and by it alone, and computes the same
-    (`assert_matches_reference`, with gradients if the example is one of training; `dtypes` as there); every near miss
-    is left alone with the reason that it names. A pattern that is not registered is, for as long as this takes.
+    The pattern must have at least one of each. It must rewrite every example, as the only pattern, and the result must
+    be the same (see `assert_matches_reference`, also for `dtypes`; with gradients for examples of training). It must
+    decline every near miss for the reason that the near miss names. An unregistered pattern is registered during the
+    test.
     """
     from ._reference import assert_matches_reference
 
@@ -162,7 +163,7 @@ def assert_pattern(pattern: Pattern, dtypes: Sequence[torch.dtype] | None = None
 
 
 def known(name: str) -> Pattern:
-    """The pattern of that name; ValueError if there is none."""
+    """Return the pattern of this name. Raises ValueError if there is none."""
     patterns = registered()
     if name not in patterns:
         raise ValueError(f"there is no pattern {name!r}; known patterns: {', '.join(patterns)}")

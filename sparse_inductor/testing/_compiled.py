@@ -1,4 +1,4 @@
-"""torch.compile up to code generation."""
+"""`torch.compile` without code generation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _PRODUCTS = frozenset("mm addmm bmm baddbmm convolution linear matmul".split())
 
 
 class Compiled:
-    """A function that Dynamo, Inductor's passes and AOTAutograd have compiled and ATen runs; see
+    """A function compiled by Dynamo, Inductor's passes and AOTAutograd, and executed by ATen; see
     `compile_without_codegen`.
 
-    dynamo_graphs: how many graphs Dynamo made of it so far (1 where nothing broke). graphs: every graph of ATen
-    operations that code would have been generated for (of inference, or of forward and backward).
+    dynamo_graphs: the number of graphs that Dynamo has captured so far (1 if there was no graph break and no
+    recompile). graphs: every graph of ATen operations that would be passed to code generation (inference graphs, or
+    forward and backward graphs).
     """
 
     def __init__(self, fn: Callable[..., Any], dynamic: bool | None, fullgraph: bool) -> None:
@@ -34,16 +35,16 @@ class Compiled:
         return compat.compile_graph(gm, example_inputs, codegen=False, see=self.graphs.append)
 
     def calls(self, op: str) -> int:
-        """How many nodes call an operator such as "splade_head", or one of its parts ("splade_head_forward")."""
+        """Count the nodes that call an operator such as "splade_head", or one of its parts ("splade_head_forward")."""
         names = [compat.schema(n.target).name for n in self._nodes()]
-        other = f"sparse_inductor::{op}_attention"  # no part of entmax
+        other = f"sparse_inductor::{op}_attention"  # "entmax_attention" is not a part of "entmax"
         return sum(
             name.startswith(f"sparse_inductor::{op}") and not name.startswith(other)
             for name in names
         )
 
     def matmuls(self, numel: int) -> list[fx.Node]:
-        """Matrix products with at least `numel` results: what was to be avoided and is still there."""
+        """Return the matrix products with at least `numel` results, to check that a rewrite has removed them."""
         return [
             n
             for n in self._nodes()
@@ -68,10 +69,10 @@ def _hint(size: Any) -> int:
 def compile_without_codegen(
     fn: Callable[..., Any], dynamic: bool | None = None, fullgraph: bool = False
 ) -> Compiled:
-    """`torch.compile(fn)` without a compiler: every pass and autograd run, ATen executes the result.
+    """Compile like `torch.compile(fn)`, with all passes and autograd but no code generation. ATen executes the result.
 
-    For tests that call a compiled function several times, or look at what it became. The patterns are those of the
-    enabled session (`sparse_inductor.enabled(...)`); caches are off, and a seeded program draws the numbers that it
-    draws uncompiled.
+    For tests that call a compiled function several times, or inspect its graphs. The patterns are those of the enabled
+    session (`sparse_inductor.enabled(...)`). Caches are off. With a fixed seed, the program draws the same random
+    numbers as uncompiled.
     """
     return Compiled(fn, dynamic, fullgraph)

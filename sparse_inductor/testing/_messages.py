@@ -1,4 +1,4 @@
-"""What a failing assertion shows: the nearest miss, the rewrites, the graph and its difference."""
+"""Messages of failing assertions: the nearest miss, the rewrites, and the graph with its changes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..pattern import Pattern
 from ..reporting.findings import rewrite_text
 from ..reporting.records import Report
 
-# A model's graph has thousands of lines; a test's has a few dozen.
+# The most lines of a graph that are shown. A graph of a test has a few dozen lines, that of a model thousands.
 LINES = 120
 
 
 def failure(headline: str, details: Iterable[str], explanation: Explanation) -> str:
-    """The message: what was expected, what is known about it, the graphs."""
+    """Compose the message of a failure: the headline, details, graph breaks and graphs."""
     breaks = (f"graph break at {b.location}: {b.why}" for b in explanation.graph_breaks)
     parts = [headline, *details, *breaks]
     if not explanation.graphs:
@@ -28,7 +28,7 @@ def failure(headline: str, details: Iterable[str], explanation: Explanation) -> 
 
 
 def nearest(explanation: Explanation, pattern: Pattern) -> str:
-    """The near misses of a pattern; where there are none, what it looks for."""
+    """Describe the near misses of a pattern or, if there are none, the subgraphs for which it searches."""
     misses = [m for m in explanation.report.near_misses if m.pattern == pattern.name]
     if misses:
         lines = [f"nearest miss of {pattern.name}:"]
@@ -44,7 +44,7 @@ def nearest(explanation: Explanation, pattern: Pattern) -> str:
 
 
 def shown_rewrites(source: Explanation | Report, patterns: Iterable[str]) -> str:
-    """The rewrites of some patterns, as the report words them."""
+    """List the rewrites of the given patterns in the wording of the report."""
     report = source.report if isinstance(source, Explanation) else source
     names = set(patterns)
     found = [r for r in report.rewrites if r.pattern in names]

@@ -1,4 +1,4 @@
-"""Does the rewritten program compute what the unrewritten one does?"""
+"""Assertions that a rewritten program computes the same as the unrewritten one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ._assertions import known
 from ._messages import failure, nearest, shown_rewrites
 from ._variation import varied
 
-SHOWN = 8  # complaints a message
+SHOWN = 8  # complaints shown per message
 
 
 def assert_matches_reference(
@@ -52,32 +52,33 @@ def assert_matches_reference(
     """Assert that `fn(*args)` computes the same when it is rewritten.
 
     Runs three programs on the same inputs: rewritten, as written, and as written in fp64 throughout. Every tensor in
-    the result, and every gradient for fixed random cotangents, has to be as close to the fp64 one as the unrewritten
-    program's is, up to the rounding of its dtype, and infinite or NaN in the same places; shapes, dtypes and integers
-    have to be equal. Where positions share a maximum exactly the gradient has no one right place: give inputs without
-    such ties (no token twice in a sequence, where there are no positions).
+    the result, and every gradient for fixed random cotangents, must be as close to the fp64 result as that of the
+    unrewritten program, up to the rounding of its dtype, and must be infinite or NaN in the same places. Shapes, dtypes
+    and integers must be equal. If positions share a maximum exactly, the position of the gradient is not defined: use
+    inputs without such ties (for a model without positional encoding, no repeated token in a sequence).
 
     Args:
-        fn: a module, or a function; modules that it names in its closure or globals are found.
-        args, kwargs: what it is called with.
-        grads: run with gradients too, and compare those of everything that requires one.
-        dtypes: floating-point dtypes to convert parameters and floating-point inputs to, one run each; None: as is.
-        dynamic: what `torch.compile` is told about sizes, or several such values, one run each.
-        only: names of the patterns that are on; default those of the enabled session, without one all.
-        vary: further runs on inputs and parameters drawn around the given ones, so that a bias of zeros or a mask of
-            ones hides nothing. Shapes, signs of inputs, integers other than 0 and 1 and the values of tensors with
-            few distinct ones are kept; 0 turns it off.
-        codegen: let Inductor generate and run code; else its passes and AOTAutograd run, and ATen executes the result.
-        aot: without it the rewritten graph of Dynamo is executed as it is, with eager's autograd. That is most of what
-            a pattern can do wrong in half the time.
-        must_rewrite: fail where nothing was rewritten, because then nothing was compared.
-        inference: run without gradients, too; with `grads` this can be left out.
+        fn: a module or a function. Modules that a function refers to in its closure or globals are found.
+        args, kwargs: the arguments of the call.
+        grads: also run with gradients, and compare those of all inputs and parameters that require one.
+        dtypes: floating-point dtypes to which parameters and inputs are converted, one run each; None: no conversion.
+        dynamic: the argument `dynamic` of `torch.compile`, or several values for one run each.
+        only: names of the active patterns. Defaults to those of the enabled session, or to all if there is none.
+        vary: the number of further runs on inputs and parameters drawn around the given ones, so that a bias of zeros
+            or a mask of ones hides no error. Shapes, signs of inputs, integers other than 0 and 1, and the values of
+            tensors with few distinct values are kept. 0 turns it off.
+        codegen: let Inductor generate and run code. Otherwise its passes and AOTAutograd run, and ATen executes the
+            result.
+        aot: if False, the rewritten Dynamo graph is executed directly with eager autograd. This finds most errors of a
+            pattern in half the time.
+        must_rewrite: fail if nothing was rewritten, because then nothing was compared.
+        inference: also run without gradients. May be turned off if `grads` is on.
 
-    Returns the explanation of the (last) program that was run: its rewrites, near misses and graphs come from the same
-    capture as the numbers, and `assert_rewrites` and `assert_not_rewritten` take it in place of a function.
+    Returns the explanation of the last program that was run, for `assert_rewrites` and `assert_not_rewritten`, which
+    take it in place of a function. Its rewrites, near misses and graphs come from the same capture as the results.
 
-    Raises AssertionError; ValueError when `grads` is asked for and nothing requires a gradient, when no run is asked
-    for, or for an unknown pattern name; and whatever `fn` raises.
+    Raises AssertionError; ValueError if `grads` is on and nothing requires a gradient, if no run is requested, or for
+    an unknown pattern name; and any error of `fn`.
     """
     fn, args, kwargs = compat.uncompiled(fn), tuple(args), dict(kwargs or {})
     patterns = _patterns(only)
@@ -115,7 +116,7 @@ def _patterns(only: str | Iterable[str] | None) -> list[Pattern]:
 
 @dataclasses.dataclass
 class _Result:
-    """What a program computed, and the cotangents that its gradients are for."""
+    """The outputs and gradients of a program, and the cotangents of the gradients."""
 
     outputs: list[torch.Tensor]
     grads: list[torch.Tensor | None]
@@ -123,7 +124,7 @@ class _Result:
 
 
 class _Program:
-    """A copy of `fn` to run; its parameters can be set without touching the caller's."""
+    """A runnable copy of `fn`. Setting its parameters does not affect the caller's."""
 
     def __init__(self, fn: Any, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -156,12 +157,12 @@ class _Program:
         return _Result([o.detach() for o in outputs], found, drawn)
 
     def leaves(self, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
-        """What gradients are asked for, by name: parameters, then inputs."""
+        """Return the tensors that require a gradient by name, parameters first, then inputs."""
         inputs = {f"input {i}": t for i, t in enumerate(_tensors((args, kwargs)))}
         return {n: t for n, t in (self.parameters | inputs).items() if t.requires_grad}
 
     def own(self, value: Any) -> Any:
-        """A copy: a program may write to what it is given."""
+        """Copy a tensor, because a program may write to its inputs."""
         if not isinstance(value, torch.Tensor):
             return value
         new = value.detach().clone()
@@ -231,9 +232,9 @@ class _Run:
                 plain = self.plain.run(args, kwargs, parameters, self.training)
         except Exception:
             if tolerant:
-                return []  # a program need not take inputs that nobody gave it
+                return []  # a program need not support varied inputs
             raise
-        # From what the program is given in its own dtype: rounding that is no error of anybody's.
+        # The reference starts from inputs rounded to the program's dtype: that rounding is not an error of either one.
         wide_args, wide_kwargs = pytree.tree_map(
             lambda t: to_double(self.plain.own(t)), (args, kwargs)
         )
@@ -257,7 +258,7 @@ class _Run:
 
 
 def _parameters(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
-    """The parameters of all modules by name, each once."""
+    """Return the parameters of all modules by name, each once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
@@ -288,7 +289,7 @@ def _comparisons(
     names: Sequence[str],
     precision: torch.dtype | None,
 ) -> list[Comparison]:
-    """All comparisons of outputs and gradients; `names` are those of the leaves."""
+    """Compare all outputs and gradients; `names` are those of the leaves."""
     if not len(got.outputs) == len(plain.outputs) == len(truth.outputs):
         text = f"there are {len(got.outputs)} tensors, unrewritten {len(plain.outputs)}"
         return [Comparison("result", text)]

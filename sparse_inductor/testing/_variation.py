@@ -1,4 +1,4 @@
-"""Inputs drawn around given ones, such that a program that takes those should take these too."""
+"""Random variations of given inputs, made so that a program that accepts the inputs should accept the variations."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-FEW = 4  # distinct values of a tensor that is a mask in floating point: 0 and -1e4, say
-SPREAD = 0.3  # of the logarithm of a value's size
-KEPT = 0.7  # share of ones in a mask
+FEW = 4  # the most distinct values of a floating-point mask, for example 0 and -1e4
+SPREAD = 0.3  # standard deviation of the logarithm of a value's magnitude
+KEPT = 0.7  # probability of a one in a mask
 
 
 def varied(tree: Any, seed: int) -> Any:
-    """The same tree with other tensors of the same shapes, dtypes and need for gradients.
+    """Return the same tree with other tensors of the same shapes, dtypes and `requires_grad`.
 
-    Numbers keep their sign and about their size (what is all one number is spread around it), tensors of few
-    distinct values have them dealt anew, and flags (bool, or integers and inputs that are all 0 and 1) are drawn.
-    Other integers stay: they may be indices.
+    Values keep their sign and approximate magnitude. A constant tensor gets values around the constant. Tensors with
+    few distinct values are permuted. Flags (bool, or integers and constant inputs that consist of 0 and 1) are drawn at
+    random. Other integers are unchanged, because they may be indices.
     """
     generator = torch.Generator().manual_seed(seed)
 

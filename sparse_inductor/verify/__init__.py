@@ -1,1 +1,1 @@
-"""Rewritten programs checked against an fp64 reference."""
+"""Checks of rewritten programs against an fp64 reference."""

@@ -1,7 +1,7 @@
-"""Is a rewritten program as good as the one it replaces? Both are compared with a reference in fp64.
+"""Comparison of a rewritten program and the original with an fp64 reference.
 
-Two correct programs differ by rounding, so neither is the truth about the other. The rewritten one passes where its
-error against the reference is no larger than the unrewritten one's, plus `TOLERANCE` of its precision.
+Two correct programs differ by rounding, so neither can serve as the reference for the other. The rewritten program
+passes if its error against the reference is at most that of the unrewritten program plus `TOLERANCE` for its precision.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 
-# How much larger than the unrewritten program's the error may be, by the lowest precision computed
-# in: absolute below 1, relative above. In fp32 about a hundred roundings; in half precisions a few.
+# By how much the error may exceed that of the unrewritten program, by the lowest precision of the computation: absolute
+# for values below 1, relative above. This is about a hundred roundings in fp32 and a few in half precisions.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 
-# Among many entries some maxima are ties up to rounding, where either choice is right and the whole
-# gradient or position differs. That many elements of a gradient, or of an integer result, may be off;
-# it lets none through in a tensor of less than a thousand.
+# Among many entries some maxima are ties up to rounding. Either choice is then right, but the whole gradient or the
+# position differs. This share of the elements of a gradient or of an integer result may be wrong; in a tensor of fewer
+# than a thousand elements none may be.
 TIES = 1e-3
 
-# Of a tensor that a cast to a lower precision goes into, that many elements may be rounded to the other side.
+# If a tensor depends on a cast to a lower precision, this share of its elements may be rounded in the other direction.
 ROUNDED = 1e-2
 
-# Where so large a number stands it is a mask's, and has to be the same one.
+# Values of at least this magnitude are fill values of masks and must be equal.
 HUGE = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One tensor of a rewritten program beside the unrewritten one's and the reference.
+    """The comparison of one tensor of a rewritten program with the unrewritten program and the reference.
 
-    `complaint` says what is wrong, empty where nothing is; `error` and `plain_error` are the
-    largest distances from the reference (absolute below 1, relative above), None where there is
-    nothing to measure.
+    `complaint` describes the difference and is empty if the tensors agree. `error` and `plain_error` are the largest
+    distances of the rewritten and the unrewritten tensor from the reference (absolute below 1, relative above), None if
+    nothing was measured.
     """
 
     what: str
@@ -63,11 +63,11 @@ def compare(
     ties: bool = False,
     precision: torch.dtype | None = None,
 ) -> Comparison:
-    """Compare a tensor of the rewritten program with the unrewritten one's and the reference.
+    """Compare a tensor of the rewritten program with the unrewritten program and the reference.
 
-    `ties` allows for `TIES`: gradients and positions of a program that chooses among its inputs. `precision` is the
-    lowest that the program computes in, where that is not the tensor's own: gradients of fp32 weights under autocast.
-    None stands for a gradient that was nowhere used, which zeros are as good as.
+    `ties` allows a share of `TIES` elements to differ, for gradients and positions of a program that chooses among its
+    inputs. `precision` is the lowest precision of the program if it is lower than that of the tensor, as for gradients
+    of fp32 weights under autocast. A gradient of None belongs to an unused input and is equal to zeros.
     """
     if got is None or plain is None:
         present = got if got is not None else plain
@@ -117,16 +117,16 @@ def _compare_values(
     error, plain_error = float(ours.max()), float(theirs.max())
     few = int(ours.numel() * TIES) if ties else 0
     lower = TOLERANCE.get(precision, 0.0) if precision is not None else 0.0
-    if lower > tolerance and plain_error > tolerance:  # its rounding shows in this tensor
+    if lower > tolerance and plain_error > tolerance:  # the lower precision affects this tensor
         tolerance = lower
     elif lower > tolerance and error <= lower:
         few = max(1, int(ours.numel() * ROUNDED))
-    # In a half precision the winner of a maximum changes with the order of summation, so there it
-    # is the typical error that counts, and single elements may be off by more.
+    # In half precisions the winner of a maximum depends on the order of summation. The typical error is therefore
+    # decisive, and single elements may have larger errors.
     low = tolerance > 1e-3
     limit = (4 * plain_error + 16 * tolerance) if low else plain_error + tolerance
     off = ours > limit
-    # What ties may explain is not held against the rest.
+    # Elements that ties may explain do not count in the typical error.
     rest = ~off if few else torch.ones_like(off)
     typical, plain_typical = float(_rms(ours[rest])), float(_rms(theirs[rest]))
     too_many = int(off.sum()) > max(few, int(off.numel() * TIES) if low else 0)
@@ -142,7 +142,7 @@ def _compare_values(
 
 
 def _distance(value: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Absolute below 1 and relative above; 0 where the truth is no finite number."""
+    """Return distances, absolute below 1 and relative above; 0 where the truth is not finite or at least `HUGE`."""
     if value.is_complex():
         value, truth = torch.view_as_real(value), torch.view_as_real(truth)
     value, truth = value.detach().double(), truth.detach().double()
@@ -158,7 +158,7 @@ def _rms(distances: torch.Tensor) -> torch.Tensor:
 def _at(
     wrong: torch.Tensor, got: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor | None = None
 ) -> str:
-    """How many elements are wrong, and the first of them."""
+    """Describe the number of wrong elements, and the first of them."""
     if wrong.dim() > plain.dim():
         wrong = wrong.any(-1)
     index = tuple(int(i) for i in wrong.nonzero()[0])
@@ -177,18 +177,19 @@ def _number(value: Any) -> str:
 
 
 class InDouble(TorchDispatchMode):
-    """Runs a program in fp64; a cast that it makes to a half precision rounds, and is widened again.
+    """A mode that runs a program in fp64. The program's casts to half precisions round, and are widened again.
 
-    What the program creates is widened at once, what it reads from elsewhere (constants, a closure's
-    tensors) where it meets an operation. Inputs and parameters whose gradient matters are best converted
-    beforehand (`to_double`): autograd rounds a gradient to its leaf's dtype.
+    Tensors that the program creates are widened at once; other tensors (constants, tensors of a closure) are widened
+    when an operation reads them. Convert inputs and parameters with gradients beforehand (`to_double`), because
+    autograd rounds a gradient to the dtype of its leaf.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if compat.schema(func).is_mutable:
             return func(*args, **kwargs)
-        # zeros(n) of the default dtype is an accumulator, perhaps, and so is a product of integers and 0.5
+        # Without floating-point inputs, results have the default dtype and must become fp64: zeros(n), which may be an
+        # accumulator, or the product of integers and 0.5.
         made = not any(t.is_floating_point() for t in tensors_in((args, kwargs)))
         if func.overloadpacket in _CASTS and not made:
             rounded = func(*args, **kwargs)
@@ -205,17 +206,18 @@ class InDouble(TorchDispatchMode):
             torch.set_default_dtype(default)
 
 
-# The first is what autograd makes of the second; below autograd it is not there to do so.
+# Autograd decomposes `to` into `_to_copy`. Below autograd, `to` arrives as it is.
 _CASTS = frozenset({torch.ops.aten._to_copy, torch.ops.aten.to})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = _HALVES | {torch.float32}
 
 
 class Chosen(TorchDispatchMode):
-    """Has a topk in the block take the entries that another program has chosen, at these indices; without them it
-    sorts what it takes.
+    """A mode in which `topk` returns the entries at given indices, which another program has chosen. Without indices,
+    `topk` selects them itself and sorts them.
 
-    right: whether all are as large as those that it would take, up to rounding: it does not say which of equal ones.
+    right: whether the entries at the given indices equal the largest ones up to rounding. `topk` does not specify which
+    of equal entries it returns.
     """
 
     def __init__(self, indices: torch.Tensor | None) -> None:
@@ -240,7 +242,7 @@ class Chosen(TorchDispatchMode):
 
 
 class LowestPrecision(TorchDispatchMode):
-    """Notes in `dtype` the lowest floating-point precision of what operations return in the block."""
+    """A mode that records in `dtype` the lowest floating-point precision of all results of operations."""
 
     dtype: torch.dtype | None = None
 
@@ -252,7 +254,7 @@ class LowestPrecision(TorchDispatchMode):
 
 
 def lowest(a: torch.dtype | None, b: torch.dtype | None) -> torch.dtype | None:
-    """Of two dtypes the one with the larger tolerance; what is no floating-point type does not count."""
+    """Return the dtype with the larger tolerance. Dtypes that are not floating-point are ignored."""
     known = [d for d in (a, b) if d in TOLERANCE]
     return max(known, key=TOLERANCE.__getitem__, default=None)
 
@@ -266,14 +268,14 @@ def _widen(value: Any) -> Any:
 
 
 def to_double(value: Any) -> Any:
-    """A floating-point tensor in fp64, as a leaf that needs a gradient where it did; else as is."""
+    """Convert a floating-point tensor to fp64, as a leaf with the same `requires_grad`. Return other values as is."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
     return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, lists, mappings (model outputs too) and dataclasses, in order."""
+    """Return the tensors of nested tuples, lists, mappings (including model outputs) and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts: list[Any] = []
@@ -287,8 +289,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Fixed random cotangents for the outputs that have a gradient; the global random state is left
-    alone."""
+    """Return fixed random cotangents for the outputs that require a gradient. The global random state is unchanged."""
     generator = torch.Generator().manual_seed(7)
     drawn = [torch.randn(o.shape, generator=generator, dtype=torch.float32) for o in outputs]
     return [
@@ -302,7 +303,7 @@ def gradients(
     leaves: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Gradients of `leaves`, None where nothing leads to one."""
+    """Return the gradients of `leaves`, None for a leaf on which no output depends."""
     pairs = [
         (o, c.to(o.dtype))
         for o, c in zip(outputs, cotangents, strict=True)

@@ -1,19 +1,20 @@
 """verify=True: the first real call of each rewritten graph checks every rewrite in it.
 
-A rewrite is put behind an operator, `sparse_inductor::verified`, that holds both subgraphs: the operations as written,
-and what the pattern put in. At its first call it runs both on the same inputs, and the written one in fp64, and
-compares values and, where a gradient is needed, gradients for random cotangents (`accuracy`). If they agree it runs
-the rewritten subgraph from then on. If not, it returns the written one's result and runs that from then on, and the
-report says so; every other rewrite has a check of its own. Where no order of equal values is promised, in a `topk` and
-in a maximum on a GPU, gradients that differ are compared once more on inputs that have been moved a little.
+Each rewrite is wrapped in an operator, `sparse_inductor::verified`, that holds two subgraphs: the operations as
+written, and the replacement. The first call runs both on the same inputs, runs the written subgraph in fp64 as well,
+and compares values and, if gradients are needed, gradients for random cotangents (`accuracy`). If they agree, the
+operator runs the rewritten subgraph from then on. If not, it returns the result of the written subgraph, runs that one
+from then on, and says so in the report. Rewrites are checked independently of each other. `topk`, and a maximum on a
+GPU, do not specify which of equal values they choose; if only their gradients differ, the comparison is repeated on
+slightly perturbed inputs.
 
-What it costs: at the first call all three programs run, with the intermediate results that a rewrite avoids. Later
-calls pay for a border that Inductor does not fuse across and, in training, for the subgraph's forward once more in its
-backward. Such graphs are in no cache.
+Cost: the first call runs all three programs, with the intermediate results that a rewrite avoids. Later calls pay for a
+fusion barrier in Inductor and, in training, for a second forward of the subgraph in its backward. Such graphs are not
+cached.
 
-What counts as written is what the user wrote, not what the pattern understood of it (`region`): with whoever may write
-to a result, inputs as they were when they were read, gradient modes, casts that round, and whether a result requires a
-gradient at all.
+The written subgraph is derived from the user's program, not from the pattern's understanding of it (`region`). It
+includes all operations that may write to a result, inputs as they were when they were read, gradient modes, casts that
+round, and whether each result requires a gradient.
 """
 
 from __future__ import annotations
@@ -47,28 +48,30 @@ from .accuracy import (
 
 log = logging.getLogger("sparse_inductor")
 
-SHOWN = 3  # complaints a check
-NUDGE = 1e-2  # relative; more than the rounding of bf16
+SHOWN = 3  # complaints shown per check
+NUDGE = 1e-2  # relative perturbation, larger than the rounding of bf16
 TIED = "; compared on inputs moved by 1 %, because gradients differ on these: equal values"
 
 
 @dataclasses.dataclass
 class Region:
-    """The two subgraphs of one rewrite, and what is known of them."""
+    """The two subgraphs of one rewrite, and the state of their check."""
 
     check: Check
     report: Report
     written: Subgraph
     rewritten: Subgraph
     origins: Sequence[int]
-    """By tensor: the one that its gradient belongs to, another one for a copy of what is written to later."""
+    """For each tensor the index of the tensor that receives its gradient. The two differ for a copy that was made
+    because the original may be written to before the operator runs."""
     top: bool = False
-    """Whether the results are the values and the indices of a topk, which does not say what it takes of equal ones."""
+    """Whether the results are the values and indices of a topk, which does not specify which of equal values it
+    returns."""
     chosen: Subgraph | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock)
 
     def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-        """The result; the first call decides by which subgraph."""
+        """Return the result. The first call chooses the subgraph for all calls."""
         with self.lock:
             if self.chosen is None:
                 with compat.unobserved():
@@ -78,20 +81,20 @@ class Region:
     def backward(
         self, values: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of the inputs in `needs`, by the forward once more."""
+        """Return the gradients of the inputs in `needs`, after running the forward a second time."""
         outputs, leaves = self._run_with_grad(self.chosen or self.rewritten, values, needs)
         return self._gradients(outputs, leaves, needs, grads)
 
     def _run_with_grad(
         self, subgraph: Subgraph, values: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Results, and by place the leaves that a gradient is wanted of."""
+        """Return the results, and the leaves that need a gradient, by position."""
         inputs, leaves = list(values), {}
         for at, origin in enumerate(self.origins):
             if needs[origin]:
                 leaves[at] = inputs[at] = values[at].detach().requires_grad_()
         with compat.autograd_on():
-            # Operations may not write to a leaf, which a region's first operation might.
+            # The first operation may write to an input in place, which autograd does not allow for a leaf.
             inputs = [v.view_as(v) if at in leaves else v for at, v in enumerate(inputs)]
             return list(subgraph(inputs)), leaves
 
@@ -102,7 +105,7 @@ class Region:
         needs: Sequence[bool],
         cotangent: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Gradients of the inputs in `needs`, those of their copies added."""
+        """Return the gradients of the inputs in `needs`, including those of their copies."""
         sums: dict[int, Tensor | None] = {at: None for at, need in enumerate(needs) if need}
         for at, grad in zip(leaves, gradients(outputs, [*leaves.values()], cotangent)):
             if grad is not None:
@@ -143,7 +146,7 @@ class Region:
     def _compare(
         self, values: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Comparison]]:
-        """Results of the rewritten and the written subgraph, and all comparisons."""
+        """Return the results of the rewritten and of the written subgraph, and all comparisons."""
         drawn: list[Tensor | None] = []
         grads: list[Tensor | None] = []
         plain_grads: list[Tensor | None] = []
@@ -177,7 +180,7 @@ class Region:
         )
 
     def _choice(self, got: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Has the written subgraph choose what the rewritten one has chosen, if it is a topk."""
+        """Make a written topk return the entries that the rewritten one has chosen."""
         if not self.top:
             return contextlib.nullcontext()
         return Chosen(next((t for t in got if not t.is_floating_point()), None))
@@ -189,11 +192,11 @@ class Region:
         drawn: list[Tensor | None],
         got: Sequence[Tensor],
     ) -> tuple[Sequence[Tensor], list[Tensor | None]]:
-        """The written subgraph in fp64; in fp32 where that does not fit."""
+        """Run the written subgraph in fp64, or in fp32 if that does not fit in memory."""
         for wide in (True, False):
             try:
                 inputs = [to_double(v) if wide else _single(v) for v in values]
-                # Autograd's own threads do not know the mode when an operator's kernel starts them.
+                # Dispatch modes are thread-local: autograd threads that an operator's kernel starts do not have them.
                 with (
                     torch.autograd.set_multithreading_enabled(False),
                     self._choice(got),
@@ -227,7 +230,7 @@ def _single(value: Any) -> Any:
 
 
 def _nudged(values: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """The values with those that a gradient is needed of moved a little, each element by its own share."""
+    """Return the values, with independent relative noise on each element of the tensors that need a gradient."""
     generator = torch.Generator().manual_seed(0)
     moved = list(values)
     for at, need in enumerate(needs):
@@ -250,7 +253,7 @@ def _run(subgraph: Subgraph, values: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _needs_grad(number: int, got: Tensor, plain: Tensor) -> Comparison:
-    """Whether a result requires a gradient in both programs."""
+    """Compare whether a result requires a gradient in the two programs."""
     what = f"result {number}"
     if got.requires_grad == plain.requires_grad:
         return Comparison(what)
@@ -272,8 +275,8 @@ _OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.v
 
 
 def guard(watch: Watch, check: Check, report: Report, top: bool) -> None:
-    """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found. top: its
-    results are those of a topk (`Region.top`)."""
+    """Wrap a replacement that `watch` has seen in the operator, which adds its findings to `report`. top: see
+    `Region.top`."""
     key = f"{check.pattern} {next(_numbers)}"
     _regions[key] = Region(check, report, watch.written, watch.rewritten, watch.origins, top)
     watch.enclose(_OP.default, key)
@@ -292,7 +295,8 @@ def _verified_backward(grads, tensors, sizes, key, needs):
 
 
 def _owned(outputs, inputs):
-    """The outputs contiguous and each in memory of its own, as the operator promises."""
+    """Make the outputs contiguous and copy those that share memory with an input or another output, because an operator
+    must not return aliases."""
     taken = {compat.storage_key(t) for t in inputs}
     owned = []
     for t in outputs:

@@ -1,7 +1,7 @@
-"""Entmax attention on a GPU: which operands the kernels support, forward and backward.
+"""Entmax attention on a GPU: the supported operands, forward and backward.
 
     p = argmax over the simplex of p . z + H_alpha(p),  out = p v,
-    z = scale * q k^T (+ bias), `fill` where a key is dropped
+    z = scale * q k^T (+ bias), or `fill` for dropped keys
 
 Method: "AdaSplash: Adaptive Sparse Flash Attention" (Goncalves et al., 2025) computes p block by
 block from a bisected threshold; here the threshold is solved to fp32 accuracy.
@@ -53,9 +53,9 @@ def saved_like(
     scale: float,
     **_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Empty tensors of the shapes and dtypes of what `forward` saves: a function of sizes only.
+    """Return empty tensors for `forward` to save. Their shapes and dtypes do not depend on the values of tensors.
 
-    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where lists are tried, also
+    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; if lists are used (`lists.applies`), also
     entries int64 [B, H, Lq, SLOTS], starts and counts int32 [B, H, Lq], fallback int32 [B, H, Lq],
     earlier int32 [B, H, blocks + 1] and key_counts int32 [B, Hkv, Lk], which portable kernels
     neither fill nor read.
@@ -72,7 +72,7 @@ def saved_like(
 
 
 def _lists(saved: tuple[torch.Tensor, ...]) -> lists.Lists | None:
-    """The lists among the saved tensors, None if the current layer's kernels do not use any."""
+    """Return the lists among the saved tensors, None if the kernels of the current layer do not use lists."""
     native = len(saved) > 2 and layers.current() == layers.Layer.NATIVE
     return lists.Lists(*saved[2:]) if native else None
 
@@ -85,12 +85,13 @@ def forward(
     training: bool,
     **terms: Any,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """out [B, H, Lq, Dv] in q's dtype, contiguous, and what `backward` needs.
+    """Return out [B, H, Lq, Dv] in q's dtype, contiguous, and the tensors that `backward` needs.
 
     q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv], any strides; head h reads key head
     h // (H // Hkv). bias (float) and mask (bool, True = keep) are 4-D and broadcast over size-1
-    dimensions, alpha [B, H, Lq, 1] likewise. Rows whose scores are all -inf, and rows at and beyond
-    query_lengths, give zeros. No host synchronisation, no atomics; memory linear in length.
+    dimensions, as is alpha [B, H, Lq, 1]. Rows with scores of -inf only, and rows at and beyond
+    query_lengths, give zeros. There is no host synchronisation, and memory is linear in length. The only atomics
+    are integer counts, which do not depend on the order.
     """
     problem = Problem.of(q, k, v, **terms)
     out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
@@ -124,9 +125,9 @@ def backward(
     needs: tuple[bool, bool, bool, bool, bool],
     **terms: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of (q, k, v, bias, alpha), None where not needed; bitwise repeatable.
+    """Return the gradients of (q, k, v, bias, alpha), None for those not needed; bitwise repeatable.
 
-    grad [B, H, Lq, Dv], any strides; out and saved are `forward`'s, the keywords the same.
+    grad [B, H, Lq, Dv], any strides; out and saved are the results of `forward`, called with the same keywords.
     """
     problem = Problem.of(q, k, v, bias=bias, alpha=alpha, **terms)
     if not out.numel():

@@ -1,4 +1,4 @@
-"""Entmax attention backward by passes over blocks, from the saved threshold; deterministic.
+"""Entmax attention backward in passes over blocks, from the saved threshold; deterministic.
 
 With u = max((alpha - 1) z - tau, 0), beta = 1 / (alpha - 1), p = u^beta, g = u^(beta - 1) and
 dp = dO v^T:
@@ -8,9 +8,9 @@ dp = dO v^T:
     dalpha = sum_j dp * ((p - g / sum g) / (alpha - 1)^2 - (S - g sum S / sum g) / (alpha - 1)),
     S = p log p
 
-delta is not the row sum of dO * O, as it is for softmax (g is p only for alpha -> 1). So the dq pass
-sums g * (dp - guess) k and g k, and subtracts at the row's end. The guess, dO . O, avoids
-cancellation in the difference.
+Unlike in softmax, delta is not the row sum of dO * O, because g is p only for alpha -> 1. The dq pass
+therefore sums g * (dp - guess) k and g k, and subtracts (delta - guess) g k at the end of the row. The
+guess dO . O avoids cancellation in the difference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .tau import LN2, POS_INF, clip, log_entries, powers
 
 @triton.jit
 def _narrow(x, like):
-    """x in the dtype of `like`, clamped to fp16's range: u^(beta - 1) is unbounded for alpha > 2."""
+    """Convert x to the dtype of `like`, clamped to the range of fp16: u^(beta - 1) is unbounded for alpha > 2."""
     if like.dtype == tl.float16:
         x = tl.clamp(x, -65504.0, 65504.0)
     return x.to(like.dtype)
@@ -100,7 +100,7 @@ def _rows_kernel(x, out, grad, reference, shift, fallback, dq, delta, dalpha, C:
             gdp += lane_sums(w, C.LANES)
             gs += lane_sums(g, C.LANES)
             if dalpha is not None:
-                # p = g u and S = p log p = p beta log u; factors that are constant in a row are applied at the end.
+                # p = g u and S = p log p = p beta log u. Factors that are constant in a row are applied at the end.
                 pdp += lane_sums(w * u, C.LANES)
                 sdp += lane_sums(w * ulog, C.LANES)
                 s += lane_sums(g * ulog, C.LANES)
@@ -121,7 +121,7 @@ def _rows_kernel(x, out, grad, reference, shift, fallback, dq, delta, dalpha, C:
 
 
 class _Saved(NamedTuple):
-    """Reference and shift from the forward, and delta from the pass over rows, of one head's rows."""
+    """Pointers for the rows of one head: reference and shift from the forward, delta from the pass over rows."""
 
     reference: Any
     shift: Any
@@ -130,7 +130,7 @@ class _Saved(NamedTuple):
 
 @triton.jit
 def _row_numbers(base, i, limit, other, EDGE: tl.constexpr):
-    """A number of each row i [M]; at an EDGE `other` from row `limit` on."""
+    """Load a number for each row i [M]; if EDGE, `other` from row `limit` on."""
     if EDGE:
         return tl.load(base + i, mask=i < limit, other=other)
     else:
@@ -145,7 +145,7 @@ def _keys_pass(
 ):  # fmt: skip
     """Add to dk / scale and dv over query tiles first:last.
 
-    EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: all keys lie after the
+    EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: all keys are after the
     diagonal; skip tiles in which no row has a threshold below `fill`. LISTED: first:last are tiles of
     the `count` rows listed in `rows`. EVEN: unless LISTED, no tile crosses the end of the rows.
     """
@@ -181,7 +181,7 @@ def _head_pass(
     dk, dv, k, v, j, head, grad, saved, rows, count, spread, start, plain, end,
     LISTED: tl.constexpr, EVEN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add one head to dk / scale and dv: query tiles start:plain have an edge, plain:end none."""
+    """Add one head to dk / scale and dv. Query tiles start:plain have an edge, tiles plain:end have none."""
     if C.CAUSAL and C.FINITE_FILL:
         dk, dv = _keys_pass(
             dk, dv, k, v, j, head, grad, saved, rows, count, 0, tl.where(spread != 0, start, 0),
@@ -203,7 +203,7 @@ def _keys_kernel(
     """A program computes dk and dv of BN keys, over the rows of all query heads that share the key head.
 
     low[b, h]: whether a row of the head has a threshold below `fill`, so that keys after the diagonal
-    receive a gradient, too. FALLBACK_ROWS: only the fallback rows; dk and dv of a key head without
+    receive a gradient, too. FALLBACK_ROWS: include only fallback rows; dk and dv of a key head without
     such rows are not written.
     """
     Lq, Lk, G = x.Lq, x.Lk, x.G
@@ -231,7 +231,7 @@ def _keys_kernel(
     if block * C.BN >= last_key:
         rows = 0
     start = 0
-    plain = 0  # first query tile wholly before the diagonal
+    plain = 0  # first query tile with all of these keys before the diagonal
     if C.CAUSAL:
         start = tl.minimum(tl.maximum(block * C.BN - diagonal, 0) // C.BM, rows)
         plain = tl.maximum(block * C.BN + C.BN - 1 - diagonal, 0)
@@ -335,9 +335,9 @@ def _bias_kernel(
 
 
 def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Whether any row of a head has a threshold below `fill`, uint8 [B, H]."""
+    """Return whether any row of a head has a threshold below `fill`, uint8 [B, H]."""
     if problem.alpha is None:
-        am1 = reference.new_full((), problem.alpha_value - 1.0)  # fp32, to round as the kernels do
+        am1 = reference.new_full((), problem.alpha_value - 1.0)  # fp32, to round like the kernels
     else:
         am1 = problem.alpha[..., 0] - 1.0
     low = (am1 * problem.fill).clamp_min(torch.finfo(torch.float32).min)
@@ -355,7 +355,7 @@ def rows_blocks(
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
 ) -> None:
-    """Write dq, delta and, unless it is None, dalpha (fp32 [B, H, Lq]); with `fallback` those rows only."""
+    """Write dq, delta and, unless it is None, dalpha (fp32 [B, H, Lq]); with `fallback`, of those rows only."""
     tile = tile_for(problem, "rows")
     x = problem.operands()
     _rows_kernel[(problem.heads * triton.cdiv(x.Lq, tile.rows),)](
@@ -374,7 +374,7 @@ def keys_blocks(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Write dk and dv; with `fallback` from those rows only, and only for key heads that have any."""
+    """Write dk and dv; with `fallback`, from those rows only, and only for key heads that have any."""
     low = None
     if problem.causal and problem.finite_fill:
         low = _low_heads(problem, reference, shift)
@@ -394,7 +394,7 @@ def bias_gradient(
     shift: torch.Tensor,
     delta: torch.Tensor,
 ) -> torch.Tensor:
-    """dbias in the shape and dtype of `like`, the bias before it was expanded."""
+    """Return dbias in the shape and dtype of `like`, the bias before it was expanded."""
     x = problem.operands()
     B = problem.q.shape[0]
     dbias = torch.empty(like.shape, device=like.device, dtype=like.dtype)

@@ -1,7 +1,7 @@
 """Entmax attention forward in passes over blocks of keys: exact for every input.
 
-A program has a block of query rows and recomputes its scores in every pass over the keys: in the
-first kernel one pass for the maxima and a few for the threshold, in the second one pass for the
+Each program computes a block of query rows and recomputes its scores in every pass over the keys. The
+first kernel takes one pass for the maxima and a few for the threshold, the second one pass for the
 output. Memory does not grow with the number of keys.
 """
 
@@ -46,14 +46,15 @@ from .tau import (
     step,
 )
 
-# Tolerance of |h - 1| after the last step, by operand size in bytes; rounding of 16-bit operands is a
-# hundred times larger. The output is divided by the resulting sum of p, and the threshold that a
-# backward reads gets one more Newton step, which squares the error.
+# Tolerance of |h - 1| after the last step, by operand size in bytes. The rounding of 16-bit operands is a
+# hundred times larger. The output is divided by the resulting sum of p, and the threshold for the
+# backward gets one more Newton step, which squares the error.
 EXACT = {2: 1e-5, 4: 2e-8}
 # The search may start from a sample of one in SAMPLE key tiles.
 SAMPLE = tl.constexpr(8)
-# Range of powers for which a search starts on cubic approximations. Steps on a cubic end where |h - 1| was
-# below ROUGH, which leaves less than the cubic's own error; on the power, one step from NEAR ends it.
+# Range of beta for which a search starts on cubic approximations of the power. Steps on a cubic end when |h - 1| was
+# below ROUGH: the remaining error is then smaller than that of the cubic. One step on the power, from |f - 1| at most
+# NEAR, ends the search.
 LEAST_POWER, MOST_POWER = tl.constexpr(1.5), tl.constexpr(3.5)
 ROUGH, NEAR = tl.constexpr(0.1), tl.constexpr(0.02)
 # Bisection alone closes an fp32 bracket in 30 steps, and at least every fourth step is one.
@@ -62,7 +63,7 @@ TURNS = tl.constexpr(128)
 
 @triton.jit
 def _entries(x, d, q, C: tl.constexpr):
-    """u = max(x - d, 0) for scores x [M, N] and d [M]; q gives the operands' dtype."""
+    """Return u = max(x - d, 0) for scores x [M, N] and d [M]; q is passed for its dtype."""
     if q.dtype == tl.float32:
         return clip(x, d[:, None])
     else:
@@ -71,7 +72,7 @@ def _entries(x, d, q, C: tl.constexpr):
 
 @triton.jit
 def _maxima(top, q, block, tiles, row, C: tl.constexpr):
-    """Maxima top [M, BN] of the columns j, j + BN, ... over the tiles with a key to see."""
+    """Return the maxima top [M, BN] of the columns j, j + BN, ... over the tiles with a visible key."""
     for EDGE in tl.static_range(2):
         first, last = key_range(tiles, EDGE)
         for n in tl.range(first, last, num_stages=C.STAGES):
@@ -82,7 +83,7 @@ def _maxima(top, q, block, tiles, row, C: tl.constexpr):
 
 @triton.jit
 def _sums(d, q, block, tiles, row, C: tl.constexpr):
-    """Sums of u^beta and u^(beta - 1) at d over the tiles with a key to see."""
+    """Return the sums of u^beta and u^(beta - 1) at d over the tiles with a visible key."""
     f = tl.zeros([C.BM], tl.float32)
     f_lost = f
     g = f
@@ -99,10 +100,10 @@ def _sums(d, q, block, tiles, row, C: tl.constexpr):
 
 @triton.jit
 def _sampled(d, lo, hi, entries, q, block, whole, row, C: tl.constexpr):
-    """A better start of the search than d: the result of two steps on a sample of the keys.
+    """Return a better start of the search than d: the result of two steps on a sample of the keys.
 
-    It takes a quarter of a pass. It saves one pass if a third of the keys are above d, and two in
-    sparsemax, whose class bound is the loosest, if an eighth are; other rows keep d.
+    The two steps take a quarter of a pass. They save one pass if a third of the keys are above d. In
+    sparsemax, which has the loosest class bound, they save two passes if an eighth are. Other rows keep d.
     """
     part = whole // SAMPLE
     if part >= SAMPLE:
@@ -163,15 +164,16 @@ def _moments(
 
 @triton.jit
 def _rough_step(d, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
-    """(d, old) of `step` on the cubic instead of the power, from sums over a share 1 / ratio of the keys.
+    """Return (d, old) of `step` on the cubic instead of the power, from sums over a share 1 / ratio of the keys.
 
-    lo and hi bracket the root of the power; they are not updated, since these sums are the cubic's or a sample's.
+    lo and hi bracket the root of the power. They are not updated, since the sums are approximate: they are sums of the
+    cubic, or over a sample.
     """
     n, s1, s2, s3 = sums
     c1, c2, c3 = cubic
     f = (c1 * s1 + c2 * s2 + c3 * s3) * ratio
     g = (c1 * n + 2.0 * c2 * s1 + 3.0 * c3 * s2) * ratio / beta
-    # c1 may be negative: a row with hardly an entry above d has no root to its sum.
+    # c1 may be negative. In a row with hardly any entry above d, the sums may then be negative, too.
     f, g = tl.maximum(f, 1e-30), tl.maximum(g, 1e-30)
     d, _rest, _lo, _hi, old = step(d, f, g, lo, hi, old, bend, turn, beta, KIND)
     return d, old
@@ -179,12 +181,12 @@ def _rough_step(d, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND: tl.c
 
 @triton.jit
 def _rough(d, lo, hi, idle, bend, q, block, tiles, row, C: tl.constexpr):
-    """A better start of the search than the lower bound d, and h'' there: (d, bend).
+    """Return (d, bend): a better start of the search than the lower bound d, and an estimate of h'' there.
 
     A general power takes two instructions of the special function units, which have an eighth of the
-    throughput of others: a pass with it takes twice the time of one with a cubic. Two steps on a sample
-    of the keys leave an error of 10 % in h, two or three passes from there 0.3 %, which one step on the
-    power itself squares.
+    throughput of other units: a pass with powers takes twice the time of a pass with cubics. Two steps on a sample
+    of the keys leave an error of 10 % in h, and two or three passes from there 0.3 %. One step on the power itself
+    squares that error.
     """
     beta = block.beta
     whole = tiles.whole
@@ -209,8 +211,8 @@ def _rough(d, lo, hi, idle, bend, q, block, tiles, row, C: tl.constexpr):
         d0, _h0, s0 = old
         guess, old = _rough_step(guess, sums, 1.0, cubic, lo, hi, old, bend, turn, beta, C.KIND)
         d1, h1, s1 = old
-        # Twice the curvature between two steps, which may be too small an estimate; the second term covers rows with
-        # many entries near the threshold.
+        # Twice the curvature between two steps. This may still be too small; the second term covers rows with many
+        # entries near the threshold.
         seen = tl.maximum(2.0 * tl.abs((1.0 / s1 - 1.0 / s0) / (d1 - d0)), 0.5 / (s1 * s1))
         known = tl.where(seen < POS_INF, tl.minimum(seen, bend), bend)
         bend = tl.where(turn > 0, known, bend)
@@ -225,7 +227,7 @@ def _outputs(
     acc, more, d, q, block, tiles, row, KIND: tl.constexpr, REFINE: tl.constexpr, CAREFUL: tl.constexpr,
     SOLVE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(acc + p @ v, more, sum of p, if REFINE sum of u^(beta - 1)) over the tiles with a visible key.
+    """Return (acc + p @ v, more, sum of p, sum of u^(beta - 1) if REFINE) over the tiles with a visible key.
 
     CAREFUL: acc is a compensated sum over the tiles, and more its correction. SOLVE: u^(beta - 1) @ v is
     added to more.
@@ -261,9 +263,9 @@ def _threshold_kernel(
     """A program computes reference and shift of BM rows; tau = reference + shift.
 
     shift is +inf for a row without support (past query_lengths, or all scores -inf). BOUNDED: reference
-    and shift hold the maximum and a lower bound of the shift, which saves a pass. DEFER: a search that
-    starts on cubics ends there; bends receives h'' of those rows and 0 for others. Every pass reads the
-    head's keys from L2, since the programs of a head run at the same time.
+    and shift hold the maximum and a lower bound of the shift, which saves a pass. DEFER: if a search
+    starts on cubics, `_output_kernel` finishes it; bends receives h'' of those rows and 0 for others. Every pass
+    reads the head's keys from L2, since the programs of a head run at the same time.
     """
     bh, number, count = own_rows(x, fallback, C)
     if number * C.BM >= count:
@@ -281,7 +283,7 @@ def _threshold_kernel(
             m = tl.load(reference + block.at, mask=i < head.Lq, other=0.0)
             lo = tl.load(shift + block.at, mask=i < head.Lq, other=-1.0)
             dead = i >= head.last_row
-            # A row with NaN or inf has no sum to search for.
+            # A row with NaN or inf has no threshold to search for.
             idle = dead | (tl.abs(m) == POS_INF) | (m != m)
         else:
             top = tl.full([C.BM, C.BN], NEG_INF, tl.float32)
@@ -312,7 +314,7 @@ def _threshold_kernel(
             d, rest, lo, hi, old = step(d, f, g, lo, hi, old, bend, turn, beta, C.KIND)
             far = (rest > EXACT_SUM) & (idle == 0)
             if C.KIND <= 0:
-                # The bend of a cubic holds where the cubic does.
+                # The bend of a cubic is valid only where the cubic is accurate.
                 first = tl.where(turn == 0, rough, 0) > 0
                 far = tl.where(first, far | ((tl.abs(f - 1.0) > NEAR) & (idle == 0)), far)
             turn += 1
@@ -339,8 +341,8 @@ def _output_kernel(
     """A program computes BM rows of out from their thresholds.
 
     REFINE: shift gets one more Newton step, from the sums of this pass, for a backward. DEFERRED: skip
-    rows whose bends say that their search is unfinished; with SOLVE skip all others. These last steps
-    move a threshold by 0.001 of the row's range, and p by so little that its derivative gives the change.
+    blocks with an unfinished search (bends > 0); with SOLVE skip all others, and finish the search. The last
+    steps of a search move a threshold by 0.001 of the row's range, so that a first-order correction of p suffices.
     """
     bh, number, count = own_rows(x, fallback, C)
     if number * C.BM >= count:
@@ -365,7 +367,7 @@ def _output_kernel(
     acc = wide
     f = tl.zeros([C.BM], tl.float32)
     if SOLVE:
-        # All of these powers are over 1.
+        # Only rows with beta > 1 are deferred.
         OVER: tl.constexpr = HARDWARE_OVER_1 if C.KIND == -1 else C.KIND
         more = wide
         g = f
@@ -378,11 +380,11 @@ def _output_kernel(
                 wide, wide, d, q, block, tiles, row, OVER, True, False, True, C
             )
             norm = root(f, beta, OVER)
-            # Newton's: h is convex for the powers that are deferred, so that no step leaves its rows.
+            # A Newton step. h is convex for the powers of deferred rows, so that no bracket is needed.
             change = (norm - 1.0) * f / (norm * g)
             far = (0.5 * bend * change * change > EXACT_SUM) | (tl.abs(f - 1.0) > NEAR)
             turn += 1
-            # A row with NaN has no step.
+            # In a row with NaN, `change` is NaN.
             far = far & (dead == 0) & (change == change)
             searching = tl.where(turn < TURNS, tl.max(far.to(tl.int32), 0), 0)
         acc -= (beta * change)[:, None] * more
@@ -396,7 +398,7 @@ def _output_kernel(
         if REFINE:
             better = newton(d, f, g, beta, C.KIND)
             tl.store(shift + at, tl.where(dead, d, better), mask=i < head.Lq)
-    # Divide out the rounding of sum p == 1.
+    # sum p is 1 only up to rounding: normalise.
     acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
     store_tile(out, at, acc, i < head.Lq, C.DV, C.BDV)
 
@@ -411,8 +413,8 @@ def forward_blocks(
 ) -> None:
     """Write out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
 
-    With `fallback` those rows only; their reference and shift hold the maximum and a lower bound of the shift
-    (unless a fill or a bias may raise keys that the lists did not contain).
+    With `fallback`, only those rows are computed. Their reference and shift already hold the maximum and a lower bound
+    of the shift, unless a fill or a bias may raise keys that the lists did not contain.
     """
     x = problem.operands()
     tile = tile_for(problem, "threshold")

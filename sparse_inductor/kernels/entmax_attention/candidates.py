@@ -1,10 +1,10 @@
-"""Entmax attention for small-support rows, first half: the few scores that can be in a row's support.
+"""Entmax attention for small-support rows, first half: lists of the few scores that can be in a row's support.
 
-One streaming pass over the scores of a block of rows. Before it, the maxima of 16 column classes
-over a part of the keys give each row a lower bound of its threshold: maxima of disjoint classes are
-distinct entries of the row. The pass then appends every group of four scores with one above the
-bound to a list that only one thread writes, so that no atomics are needed and the order is fixed.
-A bound from the final maxima filters the lists, and the remaining scores become the row's list.
+The kernel makes one streaming pass over the scores of a block of rows. Before the pass, the maxima of 16
+column classes over a part of the keys give each row a lower bound of its threshold, because maxima of
+disjoint classes are distinct entries of the row. The pass then appends every group of four scores with one
+above the bound to a list that only one thread writes, so that no atomics are needed and the order is fixed.
+A bound from the final maxima filters these lists, and the remaining scores become the row's list.
 
 Blocks with larger supports, with few visible keys, or whose lists overflow, are flagged for
 `entmax_attention.large_support`.
@@ -25,31 +25,31 @@ from .tau import bound_step
 # Keys per tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
 KEYS = tl.constexpr(64)
 GROUP = tl.constexpr(4)
-# A record is a group's four scores and the column of its first: 20 bytes, 8-byte aligned.
+# A record is a group's four scores and the column of the first: 20 bytes, 8-byte aligned.
 RECORD_BYTES = tl.constexpr(24)
 RECORD_WORDS = tl.constexpr(6)
-# Records per row and lane. A row of support 7 appends 24 in all, and a few before its bound is
-# tight; rows that pass the density test have fewer than 40 in each of four lanes.
+# Records per row and lane. A row of support 7 appends 24 in all lanes together, a few of them before its bound
+# is tight; rows that pass the density test have fewer than 40 in each of four lanes.
 CAPACITY = tl.constexpr(40)
-# Most entries of a small-support row.
+# The most entries of a small-support row.
 SMALL_SUPPORT = tl.constexpr(64)
-# Mean number of a row's 16 classes with a maximum over the bound, from which on a block is dense: the support is
-# about 14 or more, and appending with branches takes longer than the two passes of `large_support`.
+# A block is dense if more than this number of a row's 16 classes, on average, have a maximum above the bound. Its
+# supports are then about 14 or more, and appending with branches takes longer than the two passes of `large_support`.
 DENSE_CLASSES = tl.constexpr(9.0)
-# The same after EARLY tiles, when it is 5 for a support of 7 and 12 for one of 50.
+# The same limit after EARLY tiles, when the mean is 5 for a support of 7 and 12 for a support of 50.
 DENSE_EARLY = tl.constexpr(10.5)
-# Least number of mixed tiles that are read ahead of the pass.
+# The least number of mixed tiles that are read before the pass.
 MIXED = tl.constexpr(8)
 ABSENT = tl.constexpr(-1e30)
 FAR = tl.constexpr(1e30)
 
 
 def _append_source(integer_test: bool) -> tuple[str, str]:
-    """PTX and constraints of one tile's appends of a thread: 4 groups of 4 scores of one row.
+    """Return PTX and constraints of the appends of one thread for one tile: 4 groups of 4 scores of one row.
 
-    Out: offset, 4 class maxima. In: the same, then bound, the bound's bits, base address, column,
-    limit, 16 scores. For a bound >= 0 the order of floats is the order of their bits, and integer
-    maxima take one instruction for three operands.
+    Outputs: offset, 4 class maxima. Inputs: the same, then bound, the bits of the bound, base address, column,
+    limit, 16 scores. For a bound >= 0, floats compare like their bits, and an integer maximum of three
+    operands is one instruction.
     """
     size = GROUP.value
     groups = KEYS.value // 4 // size
@@ -96,7 +96,7 @@ FLOAT_SOURCE = tl.constexpr(_append_source(False)[0])
 
 @triton.jit
 def _split8(x, BM: tl.constexpr):
-    """The eight columns of x [BM, 4, 8]."""
+    """Return the eight columns of x [BM, 4, 8]."""
     even, odd = tl.split(tl.reshape(x, (BM, 4, 4, 2)))
     a, b = tl.split(tl.reshape(even, (BM, 4, 2, 2)))
     x0, x4 = tl.split(a)
@@ -109,7 +109,7 @@ def _split8(x, BM: tl.constexpr):
 
 @triton.jit
 def split_lanes(s, BM: tl.constexpr):
-    """Tile s [BM, 64] as two tuples of eight [BM, 4]: columns 8 n + 2 l and 8 n + 2 l + 1 of lane l.
+    """Split tile s [BM, 64] into two tuples of eight [BM, 4]: columns 8 n + 2 l and 8 n + 2 l + 1 of lane l.
 
     This is the layout of the accumulator over its threads, so that no data moves.
     """
@@ -119,7 +119,7 @@ def split_lanes(s, BM: tl.constexpr):
 
 @triton.jit
 def _append_group(off, top, bound, records, column, limit, a, b, c, d, NUMBER: tl.constexpr):
-    """Append one group in plain Triton: (offset, class maximum)."""
+    """Append one group in plain Triton, and return (offset, class maximum)."""
     best = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     # NaN is above every bound.
     hit = (best > bound) | (a != a) | (b != b) | (c != c) | (d != d)
@@ -139,7 +139,7 @@ def _append(
     s, off, top, bound, records, column, limit,
     FLOAT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Append the groups of tile s [BM, 64] with a score above bound: (offset, class maxima)."""
+    """Append the groups of tile s [BM, 64] with a score above bound, and return (offset, class maxima)."""
     t0, t1, t2, t3 = top
     x, y = split_lanes(s, C.BM)
     x0, x1, x2, x3, x4, x5, x6, x7 = x
@@ -165,9 +165,10 @@ def _append(
 
 @triton.jit
 def _class_maxima(s, top, BM: tl.constexpr):
-    """Raise the maxima of a row's 16 classes (lane, group) by tile s [BM, 64].
+    """Update the maxima of a row's 16 classes (lane, group) with tile s [BM, 64].
 
-    Split, not reduced: a mask's layout may have a row in two warps, and Triton 3.6 reduces parts of rows wrongly there.
+    The tile is split and not reduced: with a mask, the layout may spread a row over two warps, and Triton 3.6 reduces
+    parts of rows wrongly then.
     """
     t0, t1, t2, t3 = top
     x, y = split_lanes(s, BM)
@@ -197,7 +198,7 @@ class Run(NamedTuple):
 
 @triton.jit
 def _load_rows(desc, m, first, i, limit, EDGE: tl.constexpr, C: tl.constexpr):
-    """Rows i of a head's matrix, which start at row `first` of the descriptor's."""
+    """Load rows i of a head's matrix, which start at row `first` of the descriptor's matrix."""
     if C.INTERPRETED:
         return load_tile(m, i, limit, EDGE, C.D, C.D)
     else:
@@ -206,7 +207,7 @@ def _load_rows(desc, m, first, i, limit, EDGE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def full_scores(run, n, C: tl.constexpr, EDGE: tl.constexpr = False):
-    """Raw scores [BM, KEYS] of key tile n, whose keys are all visible and have no bias."""
+    """Return the raw scores [BM, KEYS] of key tile n. All of its keys must be visible and have no bias."""
     j = n * KEYS + tl.arange(0, KEYS)
     head = run.head
     k = _load_rows(run.k_desc, head.k, run.key_row + n * KEYS, j, head.last_key, EDGE, C)
@@ -215,7 +216,7 @@ def full_scores(run, n, C: tl.constexpr, EDGE: tl.constexpr = False):
 
 @triton.jit
 def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
-    """(q . k + bias / scale [BM, KEYS], `absent` where a key is not visible; first key) of the n-th mixed tile."""
+    """Return (q . k + bias / scale [BM, KEYS], first key) of the n-th mixed tile; invisible keys score `absent`."""
     head, i = run.head, run.i
     tile = mixed_tile(n, run.runs, SPANS)
     j = tile * KEYS + tl.arange(0, KEYS)
@@ -223,7 +224,7 @@ def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
     inside = (i < head.Lq)[:, None] & seen
     if C.CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + head.diagonal)
-    # Loaded ahead of the product, to arrive while that waits for its keys.
+    # Bias and mask are loaded before the product, so that they arrive while it waits for its keys.
     if C.HAS_BIAS:
         bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
     if C.HAS_MASK:
@@ -238,9 +239,9 @@ def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _reach(q, largest, head, C: tl.constexpr):
-    """Upper bound [BM] of the raw score of keys that are dropped or outside of a row's span.
+    """Return an upper bound [BM] of the raw scores of keys that are dropped or outside a row's span.
 
-    largest: the largest absolute value of all keys of the head.
+    largest: the largest absolute value in all keys of the head.
     """
     most = tl.full([C.BM], ABSENT, tl.float32)
     if C.FINITE_FILL:
@@ -256,9 +257,10 @@ def _stream(
     off, top, bound, run, records, lane, limit, factor, beta, seen, first, last,
     FLOAT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The pass over the first `last` full key tiles.
+    """Run iterations first:last of the pass over the full key tiles.
 
-    It starts behind the `seen` tiles that gave the first bound and processes those last, when the bound is best.
+    The pass starts after the `seen` tiles that gave the first bound, and processes those at its end, when the bound is
+    tightest.
     """
     for n in tl.range(first, last, num_stages=C.STAGES):
         t = n + seen
@@ -272,7 +274,7 @@ def _stream(
 
 @triton.jit
 def _first_bound(top, factor, beta, row_ok, KIND: tl.constexpr):
-    """Lower bounds of the thresholds from the class maxima; FAR where there is no row."""
+    """Return lower bounds of the thresholds from the class maxima; FAR if a row does not exist."""
     t0, t1, t2, t3 = top
     best = tl.max(tl.maximum(tl.maximum(t0, t1), tl.maximum(t2, t3)), 1)[:, None]
     return tl.where(row_ok, bound_step(top, best - 1.0 / factor, factor, beta, KIND, 3), FAR)
@@ -280,7 +282,7 @@ def _first_bound(top, factor, beta, row_ok, KIND: tl.constexpr):
 
 @triton.jit
 def _classes_above(top, bound, valid):
-    """Mean number of a row's 16 classes with a maximum over its bound."""
+    """Return the mean number of a row's 16 classes with a maximum above the row's bound."""
     t0, t1, t2, t3 = top
     over = (t0 > bound).to(tl.float32) + (t1 > bound).to(tl.float32)
     over += (t2 > bound).to(tl.float32) + (t3 > bound).to(tl.float32)
@@ -289,7 +291,7 @@ def _classes_above(top, bound, valid):
 
 @triton.jit
 def block_lanes(BM: tl.constexpr):
-    """(rows [BM] of a block, lanes [4] of a row, each lane's first column [BM, 4])."""
+    """Return (rows [BM] of a block, lanes [4] of a row, first column of each lane [BM, 4])."""
     rows = tl.arange(0, BM)
     four = tl.arange(0, 4)
     return rows, four, 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
@@ -297,7 +299,7 @@ def block_lanes(BM: tl.constexpr):
 
 @triton.jit
 def block_place(unit, blocks, heads, LATE: tl.constexpr):
-    """(head, block) of a unit of work. LATE: the last blocks, whose rows are the longest, come first."""
+    """Return (head, block) of a unit of work. LATE: the last blocks, which have the longest rows, come first."""
     if LATE:
         return unit % heads, blocks - 1 - unit // heads
     else:
@@ -306,8 +308,8 @@ def block_place(unit, blocks, heads, LATE: tl.constexpr):
 
 @triton.jit
 def open_block(bh, block, q_desc, k_desc, x, spans, largest, C: tl.constexpr):
-    """A block of BM rows of a head: rows i, their places and constants [BM], visible key tiles, the upper bound of the
-    scores of invisible keys, and queries [BM, D]."""
+    """Return the `Run` of a block of BM rows of a head: rows i, their positions and constants [BM], visible key tiles,
+    the upper bound of the scores of invisible keys, and queries [BM, D]."""
     b = (bh // x.H).to(tl.int64)
     h = (bh % x.H).to(tl.int64)
     first = block * C.BM
@@ -338,12 +340,12 @@ def candidates_kernel(
 ):  # fmt: skip
     """Programs stride over blocks of BM rows and write the entries and counts of their rows.
 
-    The counts[row] entries from SLOTS * row on are column << 32 | bits of the raw score q . k, in a fixed
-    order, of all scores above a lower bound of the row's threshold; starts[row] counts from the block's
+    A row has counts[row] entries from SLOTS * row on, in a fixed order: column << 32 | bits of the raw score
+    q . k, for all scores above a lower bound of the row's threshold. starts[row] is relative to the block's
     first entry. flags[block] = 1 if `large_support` has to process the block. scratch: BM * 4 * CAPACITY
     records per program, reused for each block. A share 1 / `part` of the key tiles, at most `limited`, is read
-    ahead of the pass; the maxima of EARLY full tiles (0: of all of these) may flag the block. A block with at
-    most `narrow` visible tiles, one of them behind the first `beyond`, is flagged at once.
+    before the pass; the maxima of EARLY full tiles (0: of all of these) may flag the block. A block with at
+    most `narrow` visible tiles, one of them after the first `beyond`, is flagged at once.
     """
     BM: tl.constexpr = C.BM
     SPANS: tl.constexpr = spans is not None
@@ -370,7 +372,7 @@ def candidates_kernel(
         few = tl.minimum(EARLY, seen) if EARLY > 0 else seen
         for n in tl.range(0, few, num_stages=C.STAGES):
             top = _class_maxima(full_scores(run, full + n, C), top, BM)
-        # Mixed tiles at edges are few and all read; of an irregular mask or a bias, a sample.
+        # Mixed tiles at edges are few, and all are read. With an irregular mask or a bias, only a sample is read.
         every = 1
         if SPANS:
             every = tl.maximum(mixed // tl.maximum(tl.minimum(mixed // part, limited), MIXED), 1)
@@ -423,7 +425,7 @@ def candidates_kernel(
             v1 = tl.load(at + 1, mask=live, other=ABSENT)
             v2 = tl.load(at + 2, mask=live, other=ABSENT)
             v3 = tl.load(at + 3, mask=live, other=ABSENT)
-            # Written so that NaN stays.
+            # `(v <= bound) == 0` keeps NaN, unlike `v > bound`.
             k0 = (live & ((v0 <= bound) == 0)).to(tl.int32)
             k1 = (live & ((v1 <= bound) == 0)).to(tl.int32)
             k2 = (live & ((v2 <= bound) == 0)).to(tl.int32)
@@ -437,7 +439,7 @@ def candidates_kernel(
             used += tl.sum(mine, 1)[:, None]
         bad = (over | (used > SMALL_SUPPORT)) & row_ok
         if C.FINITE_FILL or C.HAS_BIAS:
-            # A key that is not visible may be in the support.
+            # An invisible key may be in the support.
             bad = bad | (((bound > run.most[:, None]) == 0) & row_ok)
         flag = tl.max(tl.max(bad.to(tl.int32), 1), 0) | dense.to(tl.int32)
         tl.store(flags + bh * blocks + block, flag)
@@ -454,7 +456,7 @@ def _keep(slots, place, value, column, keep):
 
 @triton.jit
 def unpack(entry):
-    """(column or row number, float) of an entry."""
+    """Return (column or row number, float) of an entry."""
     low = (entry & 0xFFFFFFFF).to(tl.int32)
     return (entry >> 32).to(tl.int32), low.to(tl.float32, bitcast=True)
 

@@ -1,8 +1,8 @@
 """Entmax attention forward for few queries, as in decoding with a cache: split over the keys.
 
 The first kernel reads the keys once, in many programs: the queries of all heads that share a key head form one tile,
-and their few scores are written to memory. In the second kernel a program has one row: it solves the threshold on the
-row's scores and gathers the values of the support.
+and their few scores are written to memory. In the second kernel each program computes one row: it solves the threshold
+on the row's scores and gathers the values of the support.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .problem import (
 )
 from .tau import NEG_INF, POS_INF, bracket, class_bound, clip, clip_to_one, newton, powers, step
 
-# Most rows of a tile, queries of a head (with more, the other kernels fill the GPU), and scores, of 8 bytes each.
+# The most rows of a tile, queries of a head (with more, the other kernels fill the GPU), and scores (8 bytes each).
 MOST_ROWS, MOST_QUERIES, MOST_SCORES = 64, 16, 2**25
 # Keys per tile; scores per step of the second kernel; entries whose values it gathers at a time.
 KEYS, CHUNK, GATHER = 128, 4096, 64
 
 
 def applies(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether these kernels are used for few queries: depends on sizes only."""
+    """Whether there are few enough queries for these kernels. Depends on sizes only."""
     B, H, Lq, _ = q.shape
     few = Lq <= MOST_QUERIES and H // k.shape[1] * Lq <= MOST_ROWS
     return few and B * H * Lq * k.shape[2] <= MOST_SCORES
@@ -53,7 +53,7 @@ def _tile(problem: Problem) -> Tile:
 
 @triton.jit
 def _heads_of_rows(t, b, h):
-    """As `matrix`, with a head for each row [M]."""
+    """Same as `matrix`, with a head h for each row [M]."""
     return Matrix(t.start + (b * t.batch + h * t.head)[:, None], t.row, t.column)
 
 
@@ -100,7 +100,7 @@ def _scores_kernel(x, scores, maxima, C: tl.constexpr):
 
 @triton.jit
 def _above(scores, j, last_key, m, d, SIZE: tl.constexpr, C: tl.constexpr):
-    """u = max(x - d, 0) [1, n] for keys j [1, n] of a row, 0 beyond the last key."""
+    """Return u = max(x - d, 0) [1, n] for keys j [1, n] of a row, 0 beyond the last key."""
     z = tl.load(scores + j, mask=j < last_key, other=NEG_INF) - m[:, None]
     if SIZE == 4:
         return clip(z, d[:, None])
@@ -176,7 +176,7 @@ def _row_kernel(
         values = tl.load(where, mask=(s < support)[:, None] & (e < C.DV), other=0.0)
         total += p
         acc += tl.trans(p) * values.to(tl.float32)
-    # Divide out the rounding of sum p == 1.
+    # sum p is 1 only up to rounding: normalise.
     mean = tl.where(dead[:, None], 0.0, tl.sum(acc, 0)[None, :] / tl.sum(total, 1)[:, None])
     tl.store(out + at * C.DV + e, mean.to(out.dtype.element_ty), mask=e < C.DV)
     one = tl.zeros([1], tl.int32)
@@ -192,7 +192,7 @@ def forward_few(
 ) -> None:
     """Write out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
     x, tile = problem.operands(), _tile(problem)
-    # A tile's rows are of several heads.
+    # The rows of a tile belong to several heads.
     C = problem.fixed(tile)._replace(BIAS_ROWS=tl.constexpr(True), MASK_ROWS=tl.constexpr(True))
     tiles = triton.cdiv(x.Lk, tile.keys)
     scores = shift.new_empty((*shift.shape, x.Lk))

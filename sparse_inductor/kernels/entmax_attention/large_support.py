@@ -1,8 +1,8 @@
-"""Entmax attention for large-support rows: from about 14 keys, too many for `candidates`, to about 130.
+"""Entmax attention for large-support rows: supports of about 14 keys, too many for `candidates`, to about 130.
 
-Two passes over the scores of a block of rows. The first takes the maxima of 64 column classes over all
-keys, which bound the threshold so well that hardly more scores than the support are above it (70 for a
-support of 62 of 8192 keys; 870 for 410). The second appends those to lists, each written by one thread,
+The kernel makes two passes over the scores of a block of rows. The first takes the maxima of 64 column classes over
+all keys. They bound the threshold so tightly that hardly more scores than the support are above the bound (70 for a
+support of 62 of 8192 keys; 870 for 410). The second pass appends those scores to lists, each written by one thread,
 with predicates instead of branches, since nearly every warp has a hit. The threshold is then solved on
 the lists, and the support is written to the block's entries.
 
@@ -31,34 +31,34 @@ from .problem import larger
 from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, powers, root, step
 
 # Records per row and lane. A record is 16 bytes: the scores of two neighbouring columns and the first column. The first
-# records of all lists are contiguous, then the second ones: lists are short, and records read together share cache
-# lines.
+# records of all lists are contiguous, followed by the second records, and so on: lists are short, and records that are
+# read together share cache lines.
 LIST = tl.constexpr(64)
-# A list with more records is full: a tile may append 8.
+# A list with more records is full, since a tile may append 8.
 ROOM = tl.constexpr(56)
-# Most classes, of 64, above the bound: with more (about 220 entries at 62) a row would fill its lists. Block
-# passes are faster from about 130 entries on, but not for a few rows of a head.
+# The most classes, of 64, above the bound. With more (there are about 220 entries at 62) a row would fill its lists.
+# Block passes are faster from about 130 entries on, but not for a few rows of a head.
 FILLED = tl.constexpr(62.0)
-# Two scores of -inf, where there is no record.
+# Two scores of -inf, read for a missing record.
 NO_SCORES = tl.constexpr(-0x007FFFFF00800000)
-# Records of each list that are loaded at a time.
+# Records of each list that are loaded together.
 CHUNK = tl.constexpr(8)
-# Added in a block's flag to the number of its fallback rows.
+# The flag of a processed block is SOLVED plus the number of its fallback rows.
 SOLVED = tl.constexpr(256)
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
 
 def list_words(rows: int) -> int:
-    """Number of 64-bit words of a block's lists, a power of two."""
+    """Return the number of 64-bit words of a block's lists, a power of two."""
     return rows * 4 * LIST.value * 2
 
 
 def _append_source(rows: int) -> tuple[str, str]:
-    """PTX and constraints of one tile's appends of a thread: 8 pairs of one row, without a branch.
+    """Return PTX and constraints of the appends of one thread for one tile: 8 pairs of one row, without a branch.
 
-    Out: low word of the list's end, whether the list was full. In: the same, low word of its start,
-    high word, bound, first column, 16 scores in the columns' order. NaN is above every bound.
+    Outputs: low word of the list's end, whether the list was full. Inputs: the same, low word of the list's start,
+    high word, bound, first column, 16 scores in column order. NaN is above every bound.
     """
     step = rows * 64
     room = ROOM.value * step
@@ -89,7 +89,7 @@ def _append_pair(off, bound, lists, column, x, y, STEP: tl.constexpr):
 
 @triton.jit
 def _append(s, off, full, first, high, bound, lists, column, C: tl.constexpr):
-    """Append the pairs of tile s [BM, 64] above bound: (end of each list in bytes, whether full)."""
+    """Append the pairs of tile s [BM, 64] above bound, and return (end of each list in bytes, whether full)."""
     x, y = split_lanes(s, C.BM)
     if not C.INTERPRETED:
         off, full = tl.inline_asm_elementwise(
@@ -111,7 +111,7 @@ def _append(s, off, full, first, high, bound, lists, column, C: tl.constexpr):
 
 @triton.jit
 def _best(x, y):
-    """Maximum [M] of the rows' classes, eight tensors [M, 4] each; NaN stays."""
+    """Return the maximum [M] of the classes of each row, eight tensors [M, 4] in x and in y; NaN propagates."""
     best = larger(x[0], y[0])
     for n in tl.static_range(1, 8):
         best = larger(best, larger(x[n], y[n]))
@@ -120,7 +120,7 @@ def _best(x, y):
 
 @triton.jit
 def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
-    """(bound, number of classes above it) [M, 1]: `bound_step` from best - 1 / factor on, for 64 classes."""
+    """Return (bound, number of classes above it) [M, 1]: `bound_step` for 64 classes, starting at best - 1 / factor."""
     power = tl.maximum(beta, 1.0) if KIND <= 0 else beta
     bound = best - 1.0 / factor
     none = tl.zeros_like(x[0])
@@ -135,7 +135,7 @@ def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
         f = tl.sum(f, 1)[:, None]
         g = tl.sum(g, 1)[:, None]
         h = root(f, power, KIND)
-        # A little over 1, so that rounding cannot carry a bound past its root.
+        # The target is slightly over 1, so that rounding cannot move a bound past the root.
         ahead = (h - 1.00001) * f / (h * g * factor)
         bound = tl.where(ahead > 0.0, bound + ahead, bound)
     above = none
@@ -146,14 +146,14 @@ def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _chunk(records, size, r):
-    """(pointers to records r:r + CHUNK of every list, mask of existing records)."""
+    """Return (pointers to records r:r + CHUNK of every list, mask of existing records)."""
     slot = r + tl.arange(0, CHUNK)[None, None, :]
     return records[:, :, None] + slot * (records.shape[0] * 8), slot < size[:, :, None]
 
 
 @triton.jit
 def _list_chunk(records, size, r, m, factor, d):
-    """u = max(x - d, 0) of both scores of records r:r + CHUNK of every list; 0 beyond the end."""
+    """Return u = max(x - d, 0) of both scores of records r:r + CHUNK of every list; 0 beyond the end."""
     at, live = _chunk(records, size, r)
     high, low = unpack(tl.load(at, mask=live, other=NO_SCORES))
     m, factor, d = m[:, None, None], factor[:, None, None], d[:, None, None]
@@ -175,9 +175,9 @@ def large_support_kernel(
     """Programs stride over the flagged blocks of BM rows and compute thresholds and supports of large-support rows.
 
     The entries of row i of a block, column << 32 | bits of u = max((alpha - 1) z - tau, 0), start at
-    starts[i] of the block's BM * SLOTS slots: rows are packed, so that long rows use the slots of short
-    ones. counts[i] = -1 for a fallback row, whose reference and shift then are its maximum and a lower
-    bound of tau - reference. flags[block] = SOLVED + the number of fallback rows. scratch: BM * 4 * LIST
+    starts[i] of the block's BM * SLOTS slots. Rows are packed, so that long rows use the slots of short
+    ones. A fallback row has counts[i] = -1; its reference and shift are its maximum and a lower bound of
+    tau - reference. flags[block] = SOLVED + the number of fallback rows. scratch: BM * 4 * LIST
     records per program, not crossing a 4 GiB boundary. MINE: upper bound of a program's number of blocks.
     """
     BM: tl.constexpr = C.BM
@@ -215,22 +215,22 @@ def large_support_kernel(
             for n in tl.range(0, fulls, num_stages=C.STAGES):
                 s = full_scores(run, full_tile + n, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
-            # If most of a block's tiles are full, these are enough for a bound.
+            # If most of a block's tiles are full, the full tiles are enough for a bound.
             early = tl.where(fulls < 2 * mixed, mixed, 0)
             for n in tl.range(0, early, num_stages=1):
                 s, _first = mixed_scores(run, n, NEG_INF, SPANS, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
-            # In the lists' layout: with a bound in another layout, every tile's scores would be converted.
+            # The bound must have the layout of the lists. Otherwise the scores of every tile would be converted.
             class_x, class_y = split_lanes(top, BM)
             best = _best(class_x, class_y)
-            # Written so that a row with NaN falls back to the block passes.
+            # These comparisons are false for NaN, so that a row with NaN falls back to the block passes.
             wanted = (best > NEG_INF) & (best < POS_INF) & (i < run.head.last_row)
             bound, filled = _bound(
                 class_x, class_y, best[:, None], factor[:, None], beta[:, None], KIND, 4
             )
             wanted = wanted & (tl.sum(filled, 1) <= FILLED)
             if C.FINITE_FILL or C.HAS_BIAS:
-                # A key that is not visible may be in the support.
+                # An invisible key may be in the support.
                 wanted = wanted & (tl.sum(bound, 1) > run.most)
             limit = tl.where(wanted[:, None], bound, FAR) + none.to(tl.float32)
             some = tl.max(wanted.to(tl.int32), 0)
@@ -331,7 +331,7 @@ def large_support_kernel(
 def gather_fallback(flags, counts, fallback, earlier, Lq, BM: tl.constexpr, CHUNK: tl.constexpr):
     """Program (head, block) appends the block's fallback rows to those of the head's earlier blocks.
 
-    fallback[bh] lists rows in ascending order; earlier[bh, t] is the number of them before block t.
+    fallback[bh] lists rows in ascending order; earlier[bh, t] is the number of fallback rows before block t.
     """
     blocks = tl.cdiv(Lq, BM)
     bh = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,8 +1,8 @@
 """Entmax attention of rows with small supports, computed from lists of their keys.
 
-`entmax_attention.candidates` lists the few scores of a small-support row that can be in its support,
-`entmax_attention.large_support` the support of a large-support row. This module solves the thresholds
-of the former and gathers the values; in the backward it converts the lists into lists of rows by key.
+`entmax_attention.candidates` lists the few scores of a small-support row that can be in its support, and
+`entmax_attention.large_support` lists the support of a large-support row. This module solves the thresholds
+of small-support rows and gathers the values. In the backward it converts the lists into lists of rows by key.
 Other rows fall back to the block passes.
 """
 
@@ -36,17 +36,18 @@ from .problem import (
 from .spans import spans
 from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, class_bound, log_power, powers, step
 
-# Entries per row, shared by the rows of a block: supports vary by a quarter from row to row, the mean of 128
-# hardly. More gain little: in the backward, block passes take 19 ns a row of 8192 keys, lists 0.17 ns an entry.
+# Entries per row, shared by the rows of a block: supports vary by a quarter between rows, but their mean over 128 rows
+# hardly varies. More entries gain little: in the backward, block passes take 19 ns per row of 8192 keys, and lists
+# 0.17 ns per entry.
 SLOTS = 80
 # With fewer keys the block passes are faster.
 MIN_KEYS = 1024
-# Visible key tiles of a block up to which the two passes of `large_support` take less time than `candidates`. In long
-# causal sequences only the first blocks are so narrow, too few to fill a GPU alone: from ALL_NARROW tiles on, they
-# stay.
+# Up to NARROW_SPAN visible key tiles of a block, the two passes of `large_support` are faster than `candidates`. In
+# long causal sequences only the first blocks are this narrow, too few to fill a GPU by themselves. With more than
+# ALL_NARROW tiles in all, blocks that see only the first NARROW_SPAN tiles therefore stay with `candidates`.
 NARROW_SPAN, ALL_NARROW = 24, 32
-# Most rows of a key that one warp sorts, together with those of neighbouring keys (NARROW) or alone (SORTED), and that
-# four warps sort (LONG). A key with more is searched for in the rows' lists.
+# The most rows of a key that one warp sorts, together with those of neighbouring keys (NARROW) or alone (SORTED), and
+# that four warps sort (LONG). A key with more rows is searched for in the lists of all rows.
 NARROW = tl.constexpr(128)
 SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
@@ -54,18 +55,18 @@ LONG = tl.constexpr(1024)
 SPAN = 16
 # Threads per SM, and the limit of registers per thread that allows them.
 THREADS, REGISTERS = 512, 128
-# Register limits of programs of one warp, which wait for memory: fewer registers allow more programs (measured).
+# Register limits of programs of one warp. These wait for memory, and fewer registers allow more programs (measured).
 FINALIZE, BY_KEY = 64, 96
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
 
 class Lists(NamedTuple):
-    """The rows' lists. A row has counts[row] entries, from starts[row] of its block's entries on: column << 32 | bits
-    of u = max((alpha - 1) z - tau, 0). counts is -1 for a fallback row, which has no list.
+    """The lists of all rows. A row has counts[row] entries, from starts[row] of its block's entries on: column << 32 |
+    bits of u = max((alpha - 1) z - tau, 0). counts is -1 for a fallback row, which has no list.
 
-    fallback: the fallback rows of each head. earlier: the number of them before each block. key_counts: the number of
-    rows whose list has a key, if training.
+    fallback: the fallback rows of each head. earlier: the number of fallback rows before each block. key_counts: for
+    each key the number of lists that contain it, if training.
     """
 
     entries: torch.Tensor
@@ -77,7 +78,7 @@ class Lists(NamedTuple):
 
 
 def block_rows(q: torch.Tensor) -> int:
-    """Rows per block, which share a flag."""
+    """Return the number of rows per block. The rows of a block share a flag."""
     return 128 if q.device.type == "cuda" else 16
 
 
@@ -87,7 +88,7 @@ def applies(
     v: torch.Tensor,
     scale: float,
 ) -> bool:
-    """Whether lists are used, so that the saved tensors, in every layer, have room for them. On a GPU: Hopper."""
+    """Whether lists are used. If so, the saved tensors include them in every layer. On a GPU, this requires Hopper."""
     if q.device.type == "cuda":
         # The lists rely on the accumulator layout of 16-bit products with head dimensions 64 and 128.
         if compute_capability(q.device) != (9, 0) or q.element_size() != 2:
@@ -100,14 +101,14 @@ def applies(
     return (
         scale > 0
         and k.shape[2] >= MIN_KEYS
-        # Row numbers within a batch element share 32 bits with a slot when a key's rows are sorted.
+        # When the rows of a key are sorted, row numbers within a batch element share 32 bits with a slot.
         and H * Lq < 2**24
         and B * H * max(Lq, k.shape[2]) < 2**31
     )
 
 
 def fallback_rows(q: torch.Tensor, lists: Lists | None) -> FallbackRows | None:
-    """The rows that the block passes compute; None for all, where there are no lists."""
+    """Return the rows that the block passes compute. None means all rows, if there are no lists."""
     return None if lists is None else FallbackRows(lists.fallback, lists.earlier, block_rows(q))
 
 
@@ -116,7 +117,7 @@ def _solve(
     pool, first, n, row, factor, beta, key_counts, counts, reference, shift, inside,
     KIND: tl.constexpr, TRAINING: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Solve the thresholds of R rows from n candidates each; their entries become column << 32 | bits of u.
+    """Solve the thresholds of R rows with n candidates each, and replace their entries by column << 32 | bits of u.
 
     Returns the sizes of the supports.
     """
@@ -161,8 +162,8 @@ def _solve(
 
 
 class _Rows(NamedTuple):
-    """A program's R rows: head, block, row numbers, places in [B, H, Lq], the block's entries, and each row's start and
-    count in these; counts are -1 where a row has no list."""
+    """A program's R rows: head, block, row numbers, positions in [B, H, Lq], the block's entries, and the start and
+    count of each row in these; counts are -1 for rows without a list."""
 
     bh: Any
     block: Any
@@ -189,7 +190,7 @@ def _own_rows(x, lists, SLOTS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _gathered(m, which, live, D: tl.constexpr, BD: tl.constexpr):
-    """Rows `which` [R, CHUNK] of a matrix [., D] in fp32 [R, CHUNK, BD], 0 where they are not live."""
+    """Load rows `which` [R, CHUNK] of a matrix [., D] as fp32 [R, CHUNK, BD], 0 unless `live`."""
     d = tl.arange(0, BD)
     at = m.start + which.to(tl.int64)[:, :, None] * m.row + d[None, None, :] * m.column
     inside = live[:, :, None] & (d < D)[None, None, :]
@@ -232,7 +233,7 @@ def _finalize_kernel(
         f += p
         acc += tl.sum(_gathered(head.v, chosen, filled, C.DV, C.BDV) * p[:, :, None], 1)
     total = tl.sum(f, 1)
-    # Divide out the rounding of sum p == 1.
+    # sum p is 1 only up to rounding: normalise.
     acc = tl.where((support == 0)[:, None], 0.0, acc / total[:, None])
     store_tile(out, at, acc, inside, C.DV, C.BDV)
 
@@ -240,8 +241,8 @@ def _finalize_kernel(
 class Filed(NamedTuple):
     """The entries of the lists, sorted by key: row << 32 | bits of u, with row = h * Lq + i.
 
-    ends: int32, the end of each key's segment of by_key, from the first entry of its key head on; while entries are
-    being written, the place of the next one. partial: the number of fallback rows of each key head.
+    ends: int32, the end of each key's segment in by_key, relative to the first entry of its key head; while entries are
+    being written, the position of the next one. partial: the number of fallback rows of each key head.
     """
 
     by_key: torch.Tensor
@@ -252,7 +253,7 @@ class Filed(NamedTuple):
 @relaunched
 @triton.jit
 def _places_kernel(x, lists, filed, BM: tl.constexpr, CHUNK: tl.constexpr):
-    """A program computes where each key's entries of a key head start, and the number of its fallback rows."""
+    """A program computes the start of each key's segment in a key head, and the number of fallback rows of the head."""
     bg = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(x.Lq, BM)
     left = 0
@@ -275,8 +276,8 @@ def _rows_kernel(
 ):  # fmt: skip
     """A program computes dq, delta and dalpha of R rows, and writes their entries to the lists of their keys.
 
-    An entry is written at its key's cursor, which an atomic increments: in any order, since the keys' kernels sort.
-    Gathers D + DV values per entry.
+    An entry is written at its key's cursor, which is incremented atomically. The order does not matter, since the
+    kernels for keys sort the entries. Gathers D + DV values per entry.
     """
     bh, _block, i, at, pool, start, n = _own_rows(x, lists, SLOTS, C.BM, R)
     if tl.max(n, 0) < 0:
@@ -311,7 +312,7 @@ def _rows_kernel(
         g = tl.where(live, g, 0.0)
         dp = tl.sum(values * do[:, None, :], 2)
         if c == 0:
-            # An estimate of delta avoids cancellation in the difference: the first chunk's mean.
+            # An estimate of delta, the mean of the first chunk, avoids cancellation in the difference.
             guess = tl.where(n == 0, 0.0, tl.sum(g * dp, 1) / tl.sum(g, 1))
         dp -= guess[:, None]
         w = g * dp
@@ -336,7 +337,7 @@ def _rows_kernel(
 
 
 def _network(pack: int, bits: int) -> str:
-    """PTX of a bitonic sort: each group of 2 ** bits lanes of a warp sorts `pack` integers per lane, ascending.
+    """Return PTX of a bitonic sort: each group of 2 ** bits lanes of a warp sorts `pack` integers per lane, ascending.
 
     Every round starts with mirrored partners, so that all comparisons have the same direction. Operands: `pack`
     integers out, `pack` integers in. Element lane * pack + register of the result has that rank.
@@ -378,17 +379,17 @@ def _network(pack: int, bits: int) -> str:
 
 
 def _own(pack: int) -> str:
-    """PTX: the numbers lane * pack + register of a thread's elements."""
+    """Return PTX that computes the numbers lane * pack + register of a thread's elements."""
     lines = "".join(f"mad.lo.u32 ${r}, l, {pack}, {r};" for r in range(pack))
     return f"{{ .reg .b32 l; mov.u32 l, %laneid; {lines} }}"
 
 
 def _operands(pack: int) -> str:
-    """Operand constraints of both programs: all inputs are read before any output is written."""
+    """Return the operand constraints of both PTX programs. All inputs are read before any output is written."""
     return ",".join(["=r"] * pack + ["r"] * pack)
 
 
-# Programs by the number of elements per thread, for four segments or one segment per warp.
+# PTX programs by the number of elements per thread, for four segments or one segment per warp.
 FOUR1, FOUR2, FOUR4, FOUR8, FOUR16 = (tl.constexpr(_network(1 << x, 3)) for x in range(5))
 ONE1, ONE2, ONE4, ONE8, ONE16 = (tl.constexpr(_network(1 << x, 5)) for x in range(5))
 OWN1, OWN2, OWN4, OWN8, OWN16 = (tl.constexpr(_own(1 << x)) for x in range(5))
@@ -403,7 +404,7 @@ def _in_registers(
     x, by1: tl.constexpr, by2: tl.constexpr, by4: tl.constexpr, by8: tl.constexpr,
     by16: tl.constexpr, pack: tl.constexpr,
 ):  # fmt: skip
-    """Run the one of five programs that takes `pack` elements per thread on x."""
+    """Run one of five PTX programs on x, chosen by `pack`, the number of elements per thread."""
     source: tl.constexpr = (
         by1 if pack == 1 else by2 if pack == 2 else by4 if pack == 4 else by8 if pack == 8 else by16
     )
@@ -433,9 +434,9 @@ def _own_elements(like, pack: tl.constexpr):
 def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
     """Sort R segments of n <= WIDTH entries by row number, in place.
 
-    The keys are row number * WIDTH + position, which fit 31 bits. They are sorted in a warp's
+    The sort keys are row number * WIDTH + position, which fit 31 bits. They are sorted in a warp's
     registers, with a sixth of the instructions of `tl.sort`. e is the position of a thread's element in
-    all tensors of this shape: these have the same layout, since each is only loaded and stored entry by
+    all tensors of this shape. These have the same layout, since each is only loaded and stored entry by
     entry.
     """
     segments: tl.constexpr = 1 if R == 1 else 4
@@ -452,7 +453,7 @@ def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexp
         size = tl.where(mine, tl.sum(tl.where(r == one, n, 0), 0), size)
     s = e % WIDTH
     at = by_key + first
-    # With one segment any thread may load any entry: neighbouring threads load neighbours.
+    # With one segment any thread may load any entry, so that neighbouring threads load neighbouring entries.
     given = given if segments == 1 else s
     number = (tl.load(at + given, mask=given < size, other=0) >> 32).to(tl.int32)
     order = tl.where(given < size, number * WIDTH + given, LAST)
@@ -469,7 +470,7 @@ def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _sort_wide(by_key, start, n, WIDTH: tl.constexpr):
-    """As `_sort` for one segment, with row numbers of any size and more entries; start and n are [1]."""
+    """Same as `_sort` for one segment, with row numbers of any size and more entries; start and n are [1]."""
     s = tl.arange(0, WIDTH)
     live = s[None, :] < n[:, None]
     at = by_key + start[:, None] + s[None, :]
@@ -481,7 +482,7 @@ def _sort_wide(by_key, start, n, WIDTH: tl.constexpr):
 
 @triton.jit
 def _key_terms(dk, dv, x, grad, delta, b, number, u, live, vk, C: tl.constexpr):
-    """Add the rows `number` [R, CHUNK] (h * Lq + i) with weights u to dk / scale and dv [R, .]."""
+    """Add the terms of rows `number` [R, CHUNK] (h * Lq + i) with entries u to dk / scale and dv [R, .]."""
     h = (number // x.Lq).to(tl.int64)
     i = (number % x.Lq).to(tl.int64)
     am1 = tl.zeros_like(u) + x.am1
@@ -500,7 +501,7 @@ def _key_terms(dk, dv, x, grad, delta, b, number, u, live, vk, C: tl.constexpr):
 
 @triton.jit
 def _gathered_rows(t, b, h, i, live, D: tl.constexpr, BD: tl.constexpr):
-    """Rows i [R, CHUNK] of heads h [R, CHUNK] in fp32 [R, CHUNK, BD], 0 where they are not live."""
+    """Load rows i [R, CHUNK] of heads h [R, CHUNK] as fp32 [R, CHUNK, BD], 0 unless `live`."""
     d = tl.arange(0, BD)
     at = (t.start + b * t.batch + h * t.head + i * t.row)[:, :, None] + d[None, None, :] * t.column
     inside = live[:, :, None] & (d < D)[None, None, :]
@@ -509,7 +510,7 @@ def _gathered_rows(t, b, h, i, live, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, C: tl.constexpr):
-    """Write dk and dv of keys `key`; where partial, add to the block passes' results there."""
+    """Write dk and dv of keys `key`. If partial, add the results that the block passes have written."""
     there = tl.where(partial, want, False)
     acc_k = acc_k * scale + _contiguous(dk, key, there, C.D, C.BD)
     store_tile(dk, key, acc_k, want, C.D, C.BD)
@@ -519,14 +520,14 @@ def _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, C: tl.constexpr
 
 @triton.jit
 def _contiguous(base, at, there, D: tl.constexpr, BD: tl.constexpr):
-    """Rows `at` of a contiguous matrix [., D] in fp32, 0 where they are not there."""
+    """Load rows `at` of a contiguous matrix [., D] as fp32, 0 unless `there`."""
     d = tl.arange(0, BD)
     where = base + at[:, None] * D + d[None, :]
     return tl.load(where, mask=there[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
 
 
 class _Keys(NamedTuple):
-    """A program's share of the keys of a head: the head, the first key, the head's entries, their counts and ends."""
+    """A program's share of the keys of a head: the head, the first key, and the head's entries, counts and ends."""
 
     bg: Any
     first: Any
@@ -549,7 +550,7 @@ def _own_keys(x, lists, filed, KEYS_EACH: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def _values(x, bg, j, C: tl.constexpr):
-    """Values of keys j in fp32 [R, BDV]."""
+    """Load the values of keys j as fp32 [R, BDV]."""
     heads = x.H // x.G
     v = matrix(x.v, (bg // heads).to(tl.int64), (bg % heads).to(tl.int64))
     return load_tile(v, j, x.Lk, True, C.DV, C.BDV).to(tl.float32)
@@ -558,7 +559,7 @@ def _values(x, bg, j, C: tl.constexpr):
 @triton.jit
 def _add_rows(x, grad, delta, keys, j, start, n, want, dk, dv, R: tl.constexpr, CHUNK: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
-    """Compute dk and dv of keys j [R] from n rows each, which are the entries from start on."""
+    """Compute dk and dv of keys j [R] from n rows each, whose entries begin at start."""
     b = (keys.bg // (x.H // x.G)).to(tl.int64)
     vk = _values(x, keys.bg, j, C)
     acc_k = tl.zeros([R, C.BD], tl.float32)
@@ -578,9 +579,9 @@ def _keys_kernel(
     x, lists, filed, grad, delta, dk, dv,
     SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dk and dv of R keys with at most NARROW rows each, added in the rows' order.
+    """A program computes dk and dv of R keys with at most NARROW rows each, added in row order.
 
-    Gathers D + DV values per entry. If one of the keys has more rows, all of them are skipped.
+    Gathers D + DV values per entry. If one of the keys has more rows, all R keys are skipped.
     """
     keys = _own_keys(x, lists, filed, R, SLOTS)
     j = keys.first + tl.arange(0, R)
@@ -609,7 +610,7 @@ def _many_rows_kernel(
     SLOTS: tl.constexpr, SMALL: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes, among SPAN keys, those that `_keys_kernel` skips, one by one, with up to SORTED rows.
+    """A program computes those of SPAN keys that `_keys_kernel` skips and that have up to SORTED rows, one by one.
 
     SMALL: row numbers times SORTED fit 31 bits.
     """
@@ -650,10 +651,10 @@ def _long_keys_kernel(
     SLOTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes, among SPAN keys, those with more than SORTED rows.
+    """A program computes those of SPAN keys that have more than SORTED rows.
 
-    Up to LONG rows are sorted. More are found by reading the lists of all rows of the key's heads,
-    ROWS at a time: 8 bytes per entry. A key that most rows attend to needs no list of rows.
+    Up to LONG rows are sorted. More rows are found by reading the lists of all rows of the key's heads,
+    ROWS at a time, which takes 8 bytes per entry. A key that most rows attend to needs no list of rows.
     """
     keys = _own_keys(x, lists, filed, SPAN, SLOTS)
     b = (keys.bg // (x.H // x.G)).to(tl.int64)
@@ -707,15 +708,15 @@ def _long_keys_kernel(
 
 
 def _schedule(tiles: int) -> tuple[int, int, int, int]:
-    """Arguments of `candidates_kernel` for a number of key tiles: (part, limited, UPDATE, EARLY).
+    """Return arguments of `candidates_kernel` for a number of key tiles: (part, limited, UPDATE, EARLY).
 
-    A hit takes as long as a quarter of a tile: with few tiles, better bounds pay for more tiles read ahead.
+    A hit takes as long as a quarter of a tile. With few tiles, better bounds are worth reading more tiles ahead.
     """
     return (1, 32, 8, 0) if tiles <= 64 else (4, 64, 16, 8)
 
 
 def _per(problem: Problem) -> int:
-    """Rows or keys per program of one warp, which holds several vectors of each in registers."""
+    """Return the rows or keys per program of one warp, which holds several vectors of each in registers."""
     return 4 if max(problem.width, problem.value_width) <= 64 else 2
 
 
@@ -733,8 +734,8 @@ def forward_lists(
     lists: Lists,
     training: bool,
 ) -> None:
-    """Write the lists, and out, reference and shift of the rows with a list; of fallback rows reference and shift, from
-    which the block passes start."""
+    """Write the lists; out, reference and shift of the rows with a list; and, for fallback rows, the reference and
+    shift from which the block passes start."""
     q, k = problem.q, problem.k
     cuda = not problem.interpreted
     if cuda or q.stride(3) != 1 or k.stride(3) != 1:
@@ -770,7 +771,7 @@ def forward_lists(
     ]
     masked = problem.bias is not None or problem.mask is not None
     table = spans(problem, rows, KEYS.value) if masked else None
-    # For the upper bound of keys whose bias makes them invisible.
+    # For the upper bound of the scores of keys that a bias makes invisible.
     largest = None if problem.bias is None else torch.linalg.vector_norm(k, math.inf, (2, 3))
     head = (*descriptors, x, table, largest)
     options = {
@@ -809,7 +810,7 @@ def rows_backward(
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
 ) -> Filed:
-    """Write dq, delta and dalpha of the rows with lists; returns their entries by key."""
+    """Write dq, delta and dalpha of the rows with lists, and return their entries by key."""
     x, rows, per = problem.operands(), block_rows(problem.q), _per(problem)
     filed = Filed(
         torch.empty_like(lists.entries),
@@ -834,11 +835,12 @@ def add_keys_from_lists(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Write dk and dv from the lists; in key heads with fallback rows, add to the block passes' results."""
+    """Write dk and dv from the lists. In key heads with fallback rows, add to the results of the block passes."""
     x, heads = problem.operands(), filed.partial.numel()
     given = (x, lists, filed, Strided.of(grad), delta, dk, dv)
     constants = {"SLOTS": SLOTS, "C": _fixed(problem)}
-    # Two tensors of R x CHUNK x width in registers: 64 a lane each at width 64, 32 above, where sums take more.
+    # `_keys_kernel` holds two tensors of R x CHUNK x width in registers: 64 registers per lane each at width 64, and 32
+    # above, where the sums take more.
     per = _per(problem)
 
     def registers(most: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""Operands of entmax attention as the kernels take them, and the scores of one tile.
+"""Kernel arguments of entmax attention, and the computation of the scores of one tile.
 
-A kernel is given `Operands`, its own arguments, and `Fixed`: everything that its code depends on.
+Each kernel takes `Operands`, arguments of its own, and `Fixed`, the constants on which its code depends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 class Strided(NamedTuple):
-    """A four-dimensional tensor and its strides; alpha has no columns."""
+    """A four-dimensional tensor and its strides. alpha has a single column, so its column stride is unused."""
 
     start: Any
     batch: int
@@ -38,7 +38,7 @@ class Strided(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The operands of every kernel, None where a call has none. G query heads share a key head."""
+    """The operands of every kernel; absent ones are None. G query heads share a key head."""
 
     q: Strided
     k: Strided
@@ -56,7 +56,8 @@ class Operands(NamedTuple):
     scale: float
     fill: float
     last: None = None
-    """Triton 3.6 specialises a tuple per constant in it, here per stride."""
+    """A constant of the outer tuple. Without one, if all optional operands are present, Triton 3.6 takes strides of 1
+    in the nested tuples for None."""
 
 
 class Fixed(NamedTuple):
@@ -70,7 +71,7 @@ class Fixed(NamedTuple):
     HAS_BIAS: bool
     HAS_MASK: bool
     BIAS_ROWS: bool
-    """Whether a bias, or in the next a mask, may differ from row to row of a head."""
+    """BIAS_ROWS and MASK_ROWS: whether the bias, or the mask, may differ between rows of a head."""
     MASK_ROWS: bool
     HAS_ALPHA: bool
     CAUSAL: bool
@@ -79,7 +80,7 @@ class Fixed(NamedTuple):
     LANES: int
     PRECISION: str
     INTERPRETED: bool
-    """Triton's interpreter multiplies bf16 as integers, and has neither PTX nor TMA."""
+    """Whether Triton's interpreter runs the kernel. It multiplies bf16 as integers and supports neither PTX nor TMA."""
     FALLBACK_ROWS: int
     """Rows per block of `FallbackRows.earlier`; 0 if the kernel computes all rows."""
     BM: int
@@ -91,7 +92,7 @@ class Fixed(NamedTuple):
 class FallbackRows(NamedTuple):
     """The rows that the block passes compute, ascending: rows int32 [B, H, Lq].
 
-    earlier int32 [B, H, blocks + 1]: the number of them before each block of `block` rows, then of all.
+    earlier int32 [B, H, blocks + 1]: the number of these rows before each block of `block` rows, and finally the total.
     """
 
     rows: torch.Tensor
@@ -101,10 +102,10 @@ class FallbackRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Tiles of `rows` queries x `keys` keys, and the limit of registers per thread (None: 255).
+    """A tile of `rows` queries x `keys` keys, launch options, and the limit of registers per thread (None: 255).
 
-    in_place: a thread loads bias and mask entry by entry for its own scores, so that these keep the accumulator's
-    layout. Other loads are wide, and are pipelined in a loop with several stages.
+    in_place: each thread loads bias and mask entry by entry for its own scores, so that the scores keep the
+    accumulator's layout. Otherwise loads are wide, and are pipelined in a loop with several stages.
     """
 
     rows: int
@@ -115,13 +116,13 @@ class Tile:
     in_place: bool = False
 
     def options(self) -> dict[str, int]:
-        """Launch options."""
+        """Return the launch options."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, **limit}
 
 
 def tile_for(problem: Problem, kernel: str) -> Tile:
-    """The tile of a block kernel: "threshold", "output", "solve", "rows" (dq), "keys" (dk, dv) or "bias"."""
+    """Return the tile of a block kernel: "threshold", "output", "solve", "rows" (dq), "keys" (dk, dv) or "bias"."""
     if problem.interpreted:
         return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
     width = max(problem.width, problem.value_width)
@@ -194,7 +195,7 @@ class Problem:
 
     @property
     def heads(self) -> int:
-        """B * H, the rows of the grids."""
+        """B * H."""
         return self.q.shape[0] * self.q.shape[1]
 
     @property
@@ -223,13 +224,13 @@ class Problem:
 
     @property
     def by_row(self) -> tuple[bool, bool]:
-        """(whether a bias varies from row to row, whether a mask does); key padding does not."""
+        """Whether the bias, and whether the mask, varies from row to row. Key padding does not."""
         bias, mask = (t is not None and t.stride(2) != 0 for t in (self.bias, self.mask))
         return bias, mask
 
     @property
     def kind(self) -> int:
-        """The kind of `powers`."""
+        """The KIND argument of `powers`."""
         general = HARDWARE if self.q.is_cuda and self.q.element_size() == 2 else GENERAL
         return exponent_kind(None if self.alpha is not None else self.alpha_value, general)
 
@@ -250,7 +251,7 @@ class Problem:
     def fixed(
         self, tile: Tile, fallback: FallbackRows | None = None, lanes: int | None = None
     ) -> Fixed:
-        """The constants of a kernel with this tile, for all rows or the fallback rows."""
+        """Return the constants of a kernel with this tile, for all rows or the fallback rows."""
         exact = self.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
         made = Fixed(
             self.width,
@@ -291,7 +292,7 @@ class Matrix(NamedTuple):
 class Head(NamedTuple):
     """One head's operands, the number of its rows in memory, and the ends of its valid rows and keys.
 
-    q's matrix stands for an operand that does not exist, since a Triton function cannot return None; see `Fixed`.
+    Absent operands are replaced by q's matrix, since a Triton function cannot return None; `Fixed` tells them apart.
     """
 
     q: Matrix
@@ -304,14 +305,14 @@ class Head(NamedTuple):
     last_row: Any
     last_key: Any
     diagonal: Any
-    """Row i sees the keys up to i + diagonal where attention is causal."""
+    """In causal attention, row i sees the keys up to i + diagonal."""
     am1: Any
     scale: Any
     fill: Any
 
 
 class Row(NamedTuple):
-    """For each row: scale * (alpha - 1), alpha - 1, the reference, and x of dropped keys."""
+    """Constants of each row: scale * (alpha - 1), alpha - 1, the reference, and x of dropped keys."""
 
     factor: Any
     am1: Any
@@ -321,13 +322,13 @@ class Row(NamedTuple):
 
 @triton.jit
 def matrix(t, b, h):
-    """Head h of batch element b of a Strided; b and h are 64-bit."""
+    """Return the matrix of head h of batch element b of a Strided; b and h are 64-bit."""
     return Matrix(t.start + (b * t.batch + h * t.head), t.row, t.column)
 
 
 @triton.jit
 def open_head(x, b, h):
-    """Head h of batch element b."""
+    """Return the `Head` of head h of batch element b."""
     b = b.to(tl.int64)
     h = h.to(tl.int64)
     last_row = x.Lq
@@ -356,13 +357,13 @@ def open_head(x, b, h):
 
 @triton.jit
 def entry_pointers(m, i, j):
-    """Pointers to the entries [len(i), len(j)] of a matrix."""
+    """Return pointers to the entries [len(i), len(j)] of a matrix."""
     rows = m.start + i.to(tl.int64)[:, None] * m.row
     return rows + j.to(tl.int64)[None, :] * m.column
 
 
 def _load_source(load: str, register: str) -> str:
-    """PTX of a load from $1 if $2 is not 0, else 0."""
+    """Return PTX that loads from $1 if $2 is not 0; otherwise the result is 0."""
     return f"{{.reg .pred p; setp.ne.s32 p, $2, 0; mov.{register} $0, 0; @p ld.global.{load} $0, [$1];}}"
 
 
@@ -372,7 +373,7 @@ LOAD_16, LOAD_32, LOAD_64 = (tl.constexpr(_load_source(t, t)) for t in ("b16", "
 
 @triton.jit
 def load_in_place(at, inside):
-    """tl.load(at, mask=inside, other=0) in the layout of its user instead of the layout of the widest loads."""
+    """Same as tl.load(at, mask=inside, other=0), in the layout of its user instead of the layout of wide loads."""
     kind: tl.constexpr = at.dtype.element_ty
     given = [at, inside.to(tl.int32)]
     if kind.primitive_bitwidth == 64:
@@ -388,8 +389,8 @@ def load_in_place(at, inside):
 
 @triton.jit
 def load_entries(m, i, j, head, ROWS: tl.constexpr, IN_PLACE: tl.constexpr):
-    """Entries [len(i), len(j)] of a bias or a mask, zeros outside; [1, len(j)] unless ROWS, that is if rows are
-    equal."""
+    """Load entries [len(i), len(j)] of a bias or a mask, zeros outside; [1, len(j)] unless ROWS, since all rows are
+    then equal."""
     inside = (j < head.last_key)[None, :]
     if ROWS:
         inside = (i < head.Lq)[:, None] & inside
@@ -404,7 +405,7 @@ def load_entries(m, i, j, head, ROWS: tl.constexpr, IN_PLACE: tl.constexpr):
 
 @triton.jit
 def load_tile(m, i, limit, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """[len(i), BD] of a matrix [., D]; zeros beyond D and, at an EDGE, from row `limit` on."""
+    """Load rows i of a matrix [., D] as [len(i), BD]; zeros beyond column D and, if EDGE, from row `limit` on."""
     d = tl.arange(0, BD)
     at = m.start + i.to(tl.int64)[:, None] * m.row + d[None, :] * m.column
     if EDGE:
@@ -440,14 +441,14 @@ def add_product(a, b, acc, C: tl.constexpr):
 
 @triton.jit
 def larger(a, b):
-    """The maximum; NaN stays."""
+    """Return the maximum; NaN propagates."""
     return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
 
 
 @triton.jit
 def row_maxima(top, i, head):
-    """(m, dead, idle) of rows i from maxima top [M, N]. A dead row has no visible key or lies beyond the last row; m is
-    the row's maximum, 0 if it is dead. An idle row is dead or has NaN or inf, and needs no search."""
+    """Return (m, dead, idle) of rows i from maxima top [M, N]. A dead row has no visible key or is beyond the last row.
+    m is the row's maximum, 0 if it is dead. An idle row is dead or has NaN or inf, and needs no search."""
     m = tl.reduce(top, 1, larger)
     dead = (m == NEG_INF) | (i >= head.last_row)
     m = tl.where(dead, 0.0, m)
@@ -456,9 +457,9 @@ def row_maxima(top, i, head):
 
 @triton.jit
 def lane_sums(x, LANES: tl.constexpr):
-    """Partial sums [M, LANES] of the rows of x [M, N], which are added up after all tiles.
+    """Return partial sums [M, LANES] of the rows of x [M, N], to be added up after all tiles.
 
-    4 LANES are those of a row in the accumulator of a 16-bit product, so that no data moves between threads.
+    4 LANES match the four lanes that hold a row in the accumulator of a 16-bit product: no data moves between threads.
     """
     if LANES == 1:
         return tl.sum(x, 1)[:, None]
@@ -470,21 +471,21 @@ def lane_sums(x, LANES: tl.constexpr):
 
 @triton.jit
 def dropped_score(am1, fill_value, FINITE_FILL: tl.constexpr):
-    """(alpha - 1) * fill [M], bitwise equal in all kernels."""
+    """Return (alpha - 1) * fill [M], bitwise equal in all kernels."""
     fill = am1 * fill_value
     if FINITE_FILL:
-        # Users subtract a reference. If that were contracted with this product into an FMA, a fill of -1e9
-        # would differ by up to 32 from the rounded fill that the reference may be. The maximum prevents the
-        # contraction, and an overflow of the lowest number.
+        # Callers subtract a reference, which may be this rounded product. If the subtraction were contracted with the
+        # product into an FMA, a fill of -1e9 would differ from it by up to 32. The maximum prevents the contraction.
+        # It also prevents an overflow to -inf if the fill is the lowest fp32 number.
         fill = tl.maximum(fill, LOWEST)
     return fill
 
 
 @triton.jit
 def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
-    """(x [M, N] = (alpha - 1) z - reference of queries i [M] and keys j [N], mask of the kept keys).
+    """Return (x [M, N], mask of the kept keys), x = (alpha - 1) z - reference, for queries i [M] and keys j [N].
 
-    From q [M, D] and k [N, D]. EDGE: some key may lie beyond the last one or the diagonal.
+    q is [M, D] and k [N, D]. EDGE: some keys may be beyond the last one or the diagonal.
     """
     x = product(q, tl.trans(k), C) * row.factor[:, None]
     inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
@@ -507,7 +508,8 @@ def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def key_scores(q, n, i, row, head, EDGE: tl.constexpr, C: tl.constexpr):
-    """Keys j of tile n, the keys [BN, D] themselves, and their `tile_scores`: (j, k, x, kept)."""
+    """Load the keys of tile n and return (j, k, x, kept): key numbers, keys [BN, D], and the results of
+    `tile_scores`."""
     j = n * C.BN + tl.arange(0, C.BN)
     k = load_tile(head.k, j, head.last_key, EDGE, C.D, C.BD)
     x, kept = tile_scores(q, k, i, j, row, head, EDGE, C)
@@ -516,9 +518,9 @@ def key_scores(q, n, i, row, head, EDGE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def row_constants(head, i, C: tl.constexpr, EDGE: tl.constexpr = True):
-    """(factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1).
+    """Return (factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1).
 
-    EDGE: some row may lie beyond the last.
+    EDGE: some rows may be beyond the last.
     """
     am1 = tl.zeros_like(i).to(tl.float32) + head.am1
     if C.HAS_ALPHA:
@@ -534,7 +536,7 @@ def row_constants(head, i, C: tl.constexpr, EDGE: tl.constexpr = True):
 
 
 class Tiles(NamedTuple):
-    """For a block of rows the number of key tiles without an edge, with a visible key, and of all."""
+    """Numbers of key tiles of a block of rows: tiles without an edge, tiles with a visible key, and all tiles."""
 
     whole: Any
     seen: Any
@@ -543,7 +545,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def key_range(tiles, EDGE: tl.constexpr):
-    """(first, end) of a block's visible key tiles without an edge, or if EDGE of the others."""
+    """Return (first, end) of a block's visible key tiles: those without an edge or, if EDGE, the others."""
     if EDGE:
         return tiles.whole, tiles.seen
     else:
@@ -551,7 +553,7 @@ def key_range(tiles, EDGE: tl.constexpr):
 
 
 class Block(NamedTuple):
-    """A program's rows: their head, row numbers, places in [B, H, Lq] and constants, each [BM]."""
+    """A program's rows: their head, row numbers, positions in [B, H, Lq] and constants, each [BM]."""
 
     head: Head
     i: Any
@@ -564,7 +566,7 @@ class Block(NamedTuple):
 
 @triton.jit
 def key_tiles(first_row, end_row, head, CAUSAL: tl.constexpr, BN: tl.constexpr):
-    """The tiles of BN keys of rows first_row:end_row."""
+    """Return the numbers of tiles of BN keys for rows first_row:end_row."""
     whole = head.last_key // BN
     every = tl.cdiv(head.last_key, BN)
     tiles = every
@@ -576,7 +578,8 @@ def key_tiles(first_row, end_row, head, CAUSAL: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def own_rows(x, fallback, C: tl.constexpr):
-    """(head, block, number of the head's rows) of a program with BM rows: all rows, or the fallback rows."""
+    """Return (head, block, number of rows of the head) for a program of BM rows. The rows of a head are all its rows,
+    or its fallback rows."""
     blocks = tl.cdiv(x.Lq, C.BM)
     bh = tl.program_id(0) // blocks
     count = x.Lq
@@ -588,7 +591,7 @@ def own_rows(x, fallback, C: tl.constexpr):
 
 @triton.jit
 def open_rows(x, fallback, bh, block, count, C: tl.constexpr):
-    """(Block, Tiles) of a program from `own_rows`: rows ascending, Lq where there is none.
+    """Return (Block, Tiles) of a program from the results of `own_rows`. Rows are ascending; missing ones are Lq.
 
     CAUSAL: the last block, which has the longest rows, comes first.
     """

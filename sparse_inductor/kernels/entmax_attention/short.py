@@ -1,7 +1,7 @@
 """Entmax attention forward for short rows: one launch, with the scores of a block of rows in registers.
 
-The passes of `entmax_attention.blocks` recompute the scores in each step of the threshold search, which dominates the
-time for a few hundred keys.
+The passes of `entmax_attention.blocks` recompute the scores in each step of the threshold search. For a few hundred
+keys this dominates the time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from .problem import (
 )
 from .tau import POS_INF, bracket, class_bound, clip_to_one, newton, powers, step
 
-# Most keys: the scores of 64 rows take 128 registers a thread. 512 keys do not fit, and alternatives gain too little
-# for a second kernel (32 x 12 heads, D 64): recomputing half of the scores in each step takes 0.23 to 0.25 ms, the
-# passes 0.21 (H200); a Gluon kernel whose eight warps keep a head's keys and values 0.17 to 0.18, the passes 0.22
-# (H100); scores rounded to fp16, two per step, 0.25, the passes 0.28 (H200, from the host's call).
+# The most keys: the scores of 64 rows take 128 registers per thread. 512 keys do not fit, and alternatives gain too
+# little over the block passes for a second kernel. Measured with 32 x 12 heads, D 64: recomputing half of the scores in
+# each step takes 0.23 to 0.25 ms, the block passes 0.21 (H200); a Gluon kernel with a head's keys and values kept by
+# eight warps 0.17 to 0.18, the block passes 0.22 (H100); scores rounded to fp16, two per step, 0.25, the block passes
+# 0.28 (H200, from the host's call).
 MOST_KEYS = 256
-# Keys per class, whose maxima give the first bound of the search.
+# Keys per class. The maxima of the classes give the first bound of the search.
 CLASS = tl.constexpr(4)
 
 
 def _tile(problem: Problem) -> Tile:
-    """A tile with all keys of a row."""
+    """Return a tile with all keys of a row."""
     keys = max(16, triton.next_power_of_2(problem.k.shape[2]))
     if problem.interpreted:
         return Tile(16, keys, 4, 1)
@@ -73,7 +74,7 @@ def _short_kernel(
     q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
     j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
     # In the accumulator's layout one thread holds the columns of a class. In the layout of a wide load neighbouring
-    # lanes may hold classes that are no neighbours, a layout that Triton 3.6 reduces wrongly.
+    # lanes may hold classes that are not adjacent, and Triton 3.6 reduces such a layout wrongly.
     CLASSES: tl.constexpr = C.BN // CLASS
     NEXT: tl.constexpr = 8 if CLASSES > 8 else CLASSES
     top = tl.reduce(tl.reshape(z, (C.BM, CLASSES // NEXT, CLASS, NEXT)), 2, larger)
@@ -97,7 +98,7 @@ def _short_kernel(
     p, g = powers(clip_to_one(z, d[:, None], C.INTERPRETED), beta[:, None], C.KIND)
     f = tl.sum(p, 1)
     v = load_tile(head.v, j, head.last_key, True, C.DV, C.BDV)
-    # Divide out the rounding of sum p == 1.
+    # sum p is 1 only up to rounding: normalise.
     acc = product(p.to(v.dtype), v, C)
     acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
     at = bh.to(tl.int64) * x.Lq + i

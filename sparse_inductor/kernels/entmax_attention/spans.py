@@ -1,10 +1,10 @@
-"""The key tiles that are visible to a block of rows through a mask and a bias, computed once a call on the device.
+"""The key tiles that are visible to a block of rows through a mask and a bias, computed on the device once per call.
 
-A tile is empty (no key is kept, or all have a bias that makes them invisible), full (all keys are kept, none has a
-bias) or mixed. A block's span is the range of its tiles that are not empty, its longest run of full tiles, and the
-longest run of empty tiles within. This describes a causal mask, padding on either side, packed documents, and a sliding
-window with or without sinks completely. For all other tiles the passes read mask and bias, so that a span need not be
-tight.
+A tile is empty (each key is dropped, or has a bias that makes it invisible), full (all keys are kept and have a bias of
+0) or mixed. The span of a block consists of the range of its tiles that are not empty, its longest run of full tiles,
+and the longest run of empty tiles inside the range (the gap). This describes completely a causal mask, padding on
+either side, packed documents, and a sliding window with or without sinks. For all other tiles in the range the passes
+read mask and bias, so that a span need not be tight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 from ..common.launch import relaunched
 from .problem import Problem, Strided, entry_pointers, matrix
 
-# A key whose bias is at most LOW is treated as invisible; rows whose support might contain it are recognised later.
-# Above fp16's lowest number, which additive masks contain.
+# A key with a bias of at most LOW is treated as invisible. Rows that may have such a key in their support are detected
+# later. LOW is above fp16's lowest number, which additive masks contain.
 LOW = tl.constexpr(-9000.0)
 # Numbers per span: begin and end of the tiles, of the full run, of the gap; padded to 32 bytes.
 NUMBERS = tl.constexpr(8)
@@ -28,7 +28,8 @@ WORD = 8
 
 
 class Spans(NamedTuple):
-    """table int32 [B or 1, H or 1, blocks or 1, NUMBERS], and its strides, 0 where it is broadcast."""
+    """The spans of all blocks: table int32 [B or 1, H or 1, blocks or 1, NUMBERS], and its strides, 0 for broadcast
+    dimensions."""
 
     table: torch.Tensor
     strides: tuple[int, int, int]
@@ -42,8 +43,8 @@ def _classes_kernel(
 ):  # fmt: skip
     """A program classifies TILES tiles of BM rows: 0 for an empty tile, 1 for a mixed one, 2 for a full one.
 
-    A mask without a bias may be read in words of several keys, in which Lk and KEYS then count; ALL is the word that
-    keeps all of its keys.
+    A mask without a bias may be read in words of several keys; Lk and KEYS are then numbers of words. ALL is the word
+    that keeps all of its keys.
     """
     chunks = tl.cdiv(Lk, KEYS * TILES)
     blocks = tl.cdiv(rows, BM)
@@ -81,7 +82,7 @@ def _classes_kernel(
 
 @triton.jit
 def _longest_run(hit, other, t, end):
-    """(begin, end) of the longer one of the first and the last run of tiles that hit; (end, end) if there is none."""
+    """Return (begin, end) of the longer of the first and the last run of `hit` tiles; (end, end) if there is none."""
     begin = tl.min(tl.where(hit, t, end), 0)
     stop = tl.min(tl.where(other & (t > begin), t, end), 0)
     last = tl.max(tl.where(hit, t + 1, begin), 0)
@@ -111,7 +112,7 @@ def _spans_kernel(classes, spans, tiles, NUMBERS: tl.constexpr, TILES: tl.conste
 
 
 def spans(problem: Problem, rows: int, keys: int) -> Spans:
-    """The spans of blocks of `rows` rows, in tiles of `keys` keys."""
+    """Compute the spans of blocks of `rows` rows, in tiles of `keys` keys."""
     Lk = problem.k.shape[2]
     sides = [t for t in (problem.bias, problem.mask) if t is not None]
     B, H, Lq = (
@@ -142,7 +143,8 @@ def _in_words(mask: torch.Tensor) -> bool:
 
 
 class Runs(NamedTuple):
-    """The visible key tiles of a block of rows: `fulls` full ones from `full` on, and `mixed` ones (`mixed_tile`)."""
+    """The visible key tiles of a block of rows: `fulls` full tiles from tile `full` on, and `mixed` mixed tiles, which
+    `mixed_tile` enumerates."""
 
     full: Any
     fulls: Any
@@ -156,7 +158,7 @@ class Runs(NamedTuple):
 
 @triton.jit
 def tiles_of(span, tiles):
-    """The `Runs` of a block from its `Tiles` and its span, which may be None."""
+    """Return the `Runs` of a block from its `Tiles` and its span, which may be None."""
     zero = tiles.seen * 0
     if span is None:
         return Runs(
@@ -170,7 +172,7 @@ def tiles_of(span, tiles):
         full_end = tl.maximum(tl.minimum(full_end, end), full)
         gap = tl.maximum(tl.minimum(tl.load(span + 4), end), begin)
         gap_end = tl.maximum(tl.minimum(tl.load(span + 5), end), gap)
-        # A run without tiles may be anywhere: put it behind the other one.
+        # An empty run may have any position: move it to the end.
         gap = tl.where(gap == gap_end, end, gap)
         gap_end = tl.where(gap == end, end, gap_end)
         full = tl.where(full == full_end, end, full)
@@ -185,7 +187,7 @@ def tiles_of(span, tiles):
 
 @triton.jit
 def mixed_tile(n, runs, SPANS: tl.constexpr):
-    """The n-th mixed tile; without SPANS these are contiguous."""
+    """Return the number of the n-th mixed tile; without SPANS mixed tiles are contiguous."""
     tile = runs.begin + n
     if SPANS:
         third = runs.second_end + n - runs.two

@@ -17,19 +17,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
+# Values of beta for which a closed form is faster than exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
 CLOSED_FORMS = (1, 2, 3, 4)
 GENERAL = 0
-# As GENERAL, with the GPU's approximations of log2 and exp2: two instructions of the special function units
-# instead of 30. The relative error of a power p is |ln p| 2^-22, below the resolution of 16-bit operands;
-# subnormal fp32 numbers count as 0.
+# Like GENERAL, with the GPU's approximations of log2 and exp2: two instructions of the special function units
+# instead of 30. The relative error of a power p is |ln p| 2^-22, below the resolution of 16-bit operands.
+# Subnormal fp32 numbers are flushed to 0.
 HARDWARE = -1
-# As HARDWARE, for powers over 1: 0 needs no special case, since exp2(-inf) is 0.
+# Like HARDWARE, for beta > 1: u == 0 needs no special case, since exp2(-inf) is 0.
 HARDWARE_OVER_1 = tl.constexpr(-2)
-# Error of a sum over thousands of such powers.
+# Error of a sum of thousands of HARDWARE powers.
 NOISE = tl.constexpr(4e-6)
 LN2 = tl.constexpr(0.6931471805599453)
-# Error of a cubic step as a share of that of a Newton step.
+# Ratio of the error of a cubic step to the error of a Newton step.
 CUBIC = tl.constexpr(1 / 64)
 
 NEG_INF = tl.constexpr(float("-inf"))
@@ -38,7 +38,7 @@ SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 def exponent_kind(alpha: float | None, general: int = GENERAL) -> int:
-    """beta = 1 / (alpha - 1) where it is one of `CLOSED_FORMS`, else `general` (also for None)."""
+    """Return beta = 1 / (alpha - 1) if it is one of `CLOSED_FORMS`, else `general` (also if alpha is None)."""
     if alpha is None:
         return general
     beta = 1 / (alpha - 1)
@@ -48,16 +48,16 @@ def exponent_kind(alpha: float | None, general: int = GENERAL) -> int:
 
 @triton.jit
 def clip(x, d):
-    """u = max(x - d, 0); NaN stays NaN."""
+    """Return u = max(x - d, 0); NaN propagates."""
     return tl.maximum(x - d, 0.0, propagate_nan=SPREAD_NAN)
 
 
 @triton.jit
 def clip_to_one(x, d, WIDEN: tl.constexpr):
-    """As `clip`, for x <= 0 and d >= -1; one instruction on a GPU, which gives 0 for NaN.
+    """Same as `clip` for x <= 0 and d >= -1, in one instruction on a GPU, which returns 0 for NaN.
 
-    The output is NaN all the same: the reference of a row with NaN is NaN, so that all of the row is 0 and its output 0
-    / 0.
+    The attention output is NaN nevertheless: the reference of a row with NaN is NaN, so that all of its entries are 0
+    and the output is 0 / 0.
     """
     if WIDEN:
         return clip(x, d)
@@ -67,8 +67,8 @@ def clip_to_one(x, d, WIDEN: tl.constexpr):
         )
 
 
-# (exponent, log2(u), u) to u^exponent, 0 if u is at most the lowest normal number. The selection is part of the
-# assembly so that its predicates are short-lived: 32 at a time would be packed into registers and unpacked.
+# Computes u^exponent from (exponent, log2(u), u), 0 if u is at most the lowest normal number. The selection is part of
+# the assembly to keep its predicates short-lived. Otherwise they would be packed, 32 at a time, into registers.
 POWER = tl.constexpr(
     "{ .reg .pred p; mul.f32 $0, $1, $2; ex2.approx.ftz.f32 $0, $0;"
     " setp.le.f32 p, $3, 0f00800000; selp.f32 $0, 0f00000000, $0, p; }"
@@ -87,15 +87,15 @@ def _log2(u, KIND: tl.constexpr):
 
 @triton.jit
 def log_power(u, beta, KIND: tl.constexpr):
-    """Natural logarithm of u^beta; finite at u == 0, so that u^beta times it is 0 there."""
+    """Return the natural logarithm of u^beta; finite at u == 0, so that its product with u^beta is 0 there."""
     return tl.maximum(_log2(u, KIND), -1000.0) * LN2 * beta
 
 
 @triton.jit
 def log_entries(x, d, KIND: tl.constexpr):
-    """(u, u log2 u) of u = max(x - d, 0), 0 at u == 0; NaN stays NaN."""
+    """Return (u, u log2 u) of u = max(x - d, 0), 0 at u == 0; NaN propagates."""
     if KIND == -1:
-        # At least the lowest normal number, for which `powers` gives 0: its logarithm is finite.
+        # Clipped to the lowest normal number, which has a finite logarithm and for which `powers` returns 0.
         u = tl.maximum(x - d, 1.1754943508222875e-38, propagate_nan=SPREAD_NAN)
         return u, u * _log2(u, KIND)
     else:
@@ -105,7 +105,7 @@ def log_entries(x, d, KIND: tl.constexpr):
 
 @triton.jit
 def powers(u, beta, KIND: tl.constexpr):
-    """(u^beta, u^(beta - 1)) of u >= 0, both 0 at u == 0."""
+    """Return (u^beta, u^(beta - 1)) of u >= 0, both 0 at u == 0."""
     if KIND == 1:
         g = tl.where(u == 0.0, 0.0, 1.0)
         w = u
@@ -146,10 +146,10 @@ def powers(u, beta, KIND: tl.constexpr):
 
 @triton.jit
 def cubic_power(beta, width):
-    """(c1, c2, c3) such that c1 u + c2 u^2 + c3 u^3 is near u^beta for u in [0, width], beta in 1.5 to 3.5.
+    """Return (c1, c2, c3) such that c1 u + c2 u^2 + c3 u^3 approximates u^beta for u in [0, width], beta in 1.5 to 3.5.
 
-    It interpolates u^beta at three points, denser where a row has most entries: the error of the sum is at
-    most 0.006 for beta 1.6 to 2.5 and supports of 150 to 2,000 (0.04 at 3.3).
+    The cubic interpolates u^beta at three points, which are denser where a row has most entries. The error of the sum
+    is at most 0.006 for beta 1.6 to 2.5 and supports of 150 to 2,000 (0.04 at 3.3).
     """
     y1 = tl.exp2((beta - 1.0) * -3.321928094887362)  # 0.1
     y2 = tl.exp2((beta - 1.0) * -1.5145731728297582)  # 0.35
@@ -164,7 +164,7 @@ def cubic_power(beta, width):
 
 @triton.jit
 def root(f, beta, KIND: tl.constexpr):
-    """f^(1 / beta), f >= 0."""
+    """Return f^(1 / beta), f >= 0."""
     if KIND == 1:
         h = f
     elif KIND == 2:
@@ -178,7 +178,7 @@ def root(f, beta, KIND: tl.constexpr):
 
 @triton.jit
 def compensated(total, lost, term):
-    """Kahan summation: (total + term, correction). Without it, 64k equal terms would drift by 1e-5."""
+    """Return (total + term, correction) by Kahan summation. Without it, 64k equal terms would drift by 1e-5."""
     term = term - lost
     grown = total + term
     return grown, (grown - total) - term
@@ -186,11 +186,11 @@ def compensated(total, lost, term):
 
 @triton.jit
 def class_bound(top, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
-    """A lower bound [R] of the root from distinct entries top [R, C] of each row.
+    """Return a lower bound [R] of the root from distinct entries top [R, C] of each row.
 
     f over a part of the row is at most f over the row, so its root is a lower bound. 1e-6 is subtracted for
-    rounding, and the bound is at least -1. For beta < 1, u^beta >= u (u <= 1), so that sparsemax's root is a
-    bound.
+    rounding, and the bound is at least -1. For beta < 1, u^beta >= u (u <= 1), so that the root for beta = 1
+    (sparsemax) is a lower bound.
     """
     d = tl.full([top.shape[0]], -1.0, tl.float32)
     for _ in tl.static_range(STEPS):
@@ -210,9 +210,9 @@ def class_bound(top, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
-    """Raise the lower bounds [R, L] of raw scores by the class maxima top, four tensors [R, L].
+    """Raise the lower bounds [R, L] with the class maxima top, four tensors [R, L].
 
-    As `class_bound`, in units of q . k: x = factor * score. The target is slightly over 1, so that
+    Like `class_bound`, but in units of raw scores q . k: x = factor * score. The target is slightly over 1, so that
     rounding cannot move a bound past the root.
     """
     t0, t1, t2, t3 = top
@@ -232,9 +232,9 @@ def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr
 
 @triton.jit
 def bracket(lo, entries, beta):
-    """(d, lo, hi, old) of a search's first `step`, from lower bounds lo [R] and the largest number of scores in a
-    row."""
-    # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
+    """Return the arguments (d, lo, hi, old) of the first `step` of a search, from lower bounds lo [R] and the largest
+    number of scores in a row."""
+    # A row of n equal scores has its root at -n^(-1/beta). The root of any other row is below.
     hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
     d = tl.minimum(lo, hi)
     zero = tl.zeros_like(d)
@@ -243,7 +243,8 @@ def bracket(lo, entries, beta):
 
 @triton.jit
 def newton(d, f, g, beta, KIND: tl.constexpr):
-    """One Newton step on h from f = sum u^beta and g = sum u^(beta - 1) at d; d if the step is not small."""
+    """Return d after one Newton step on h, from f = sum u^beta and g = sum u^(beta - 1) at d. A step of 1e-3 or more is
+    not taken."""
     h = root(f, beta, KIND)
     moved = d + (h - 1.0) * f / (h * g)
     return tl.where(tl.abs(moved - d) < 1e-3, moved, d)
@@ -251,15 +252,15 @@ def newton(d, f, g, beta, KIND: tl.constexpr):
 
 @triton.jit
 def step(d, f, g, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
-    """The next d [R] from f = sum u^beta and g = sum u^(beta - 1) at d, and its estimated error.
+    """Compute the next d [R] from f = sum u^beta and g = sum u^(beta - 1) at d, and estimate its error.
 
-    lo and hi bracket the root; old = (d, h, slope of d over h) of the previous evaluation. The next d is
+    lo and hi bracket the root; old = (d, h, slope of d over h) of the previous evaluation. The next d comes
     from the cubic through both evaluations (inverse Hermite, order 2.7) if it is inside the bracket, else
-    Newton's, else the middle; every fourth turn it is Newton's or the middle, which cannot cycle. bend: an
-    upper bound of h'' for the first evaluation, about beta times the number of scores in a row.
+    from a Newton step, else it is the middle. Every fourth turn does not use the cubic, so that the search cannot
+    cycle. bend: an upper bound of h'' for the first evaluation, about beta times the number of scores in a row.
 
     Returns (d, rest, lo, hi, old). rest estimates |h - 1| at the new d from the curvature between the
-    evaluations, which is an overestimate coming from below; it is 0 if fp32 has no better d, and NaN in a
+    evaluations, which overestimates when d comes from below. rest is 0 if fp32 has no better d, and NaN in a
     row with NaN.
     """
     d0, h0, s0 = old
@@ -290,11 +291,11 @@ def step(d, f, g, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
     rest = tl.where(use, rest * CUBIC, rest)
     rest = tl.where(inside, rest, 1.0)
     if KIND <= 0:
-        # For beta < 1, h has a corner wherever an entry enters the support, with an infinite slope
-        # behind it: the curvature gives no estimate, only h itself does.
+        # For beta < 1, h has a corner with an infinite slope wherever an entry enters the support. The curvature gives
+        # no estimate then, so the estimate is h itself.
         seen = tl.abs(h - 1.0) - NOISE if KIND == -1 else tl.abs(h - 1.0)
         rest = tl.where(beta < 1.0, seen, rest)
-    # The limit of fp32: no number lies between the bounds, or the step is the last bit of d.
+    # The limit of fp32: there is no number between the bounds, or the step changes only the last bit of d.
     closed = (middle <= lo) | (middle >= hi)
     guess = tl.where(closed, hi, guess)
     settled = closed | (tl.abs(moved) <= 1.2e-7 * tl.abs(d))
