@@ -167,9 +167,8 @@ class SparseScores(Recogniser):
         if gather.gradient and view.needs_grad(gather.source):
             raise NoMatch(gather.gradient, gather.node)
         held = None
-        if (
-            anchor not in view.transforms
-        ):  # in a transform, tensors are wrapped and nothing is emitted
+        # In a transform, tensors are wrapped and nothing is emitted.
+        if anchor not in view.transforms:
             held = self._rehearse(s, anchor, top)
         return ScoresMatch(s, top, nodes, _lists(view, s, anchor), held)
 

@@ -290,7 +290,7 @@ def _check_finite(program: Program, node: fx.Node) -> None:
 def _check_slopes(program: Program) -> None:
     """Raises NoMatch where the operator cannot reproduce the gradient.
 
-    It fails if positions above an upper bound share the gradient, or if a zero gradient meets an infinite slope.
+    It cannot if positions above an upper bound share the gradient, or if a zero gradient meets an infinite slope.
     """
     if upper := shared_bounds(program)[1]:
         raise NoMatch(

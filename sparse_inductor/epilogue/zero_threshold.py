@@ -59,7 +59,7 @@ def _sign(t: float) -> float | None:
     return 0.0 if t == 0 else None
 
 
-# step -> (its constants, a bound of its result) -> the bound of x, if that is known without loss
+# step -> (its constants, a bound of its result) -> the bound of x, if it is exact
 _BEFORE: dict[str, Callable[..., float | None]] = {
     "mul": lambda c, t: t / c if c > 0 else None,
     "add": lambda c, t: t - c,

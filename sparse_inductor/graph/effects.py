@@ -56,7 +56,7 @@ _UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
 def _schemas(name: str) -> tuple[Any, ...]:
     """Return the schemas of ATen's operators with a name."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return compat.schemas(packet)  # every object has "__eq__", which is no operator
+    return compat.schemas(packet)  # may be a method of any object, like "__eq__"
 
 
 class _Written(NamedTuple):

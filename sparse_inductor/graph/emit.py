@@ -44,9 +44,8 @@ class Emitter:
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         if name == "select" and static_size(fake(args[0]).shape[args[1]]) == 0:
-            raise IndexError(
-                "select() of an empty axis"
-            )  # torch 2.11 does not raise on a fake tensor
+            # torch 2.11 does not raise on a fake tensor.
+            raise IndexError("select() of an empty axis")
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
 

@@ -160,7 +160,7 @@ def run(
     env: dict[fx.Node, Any] = dict(values)
     recording = torch.is_grad_enabled()
     try:
-        # Autocast does not change what is computed.
+        # The trial tests the formula, which does not depend on autocast.
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for node in piece.nodes:
                 if node not in env:

@@ -65,10 +65,11 @@ class GraphView:
         self._calls: dict[fx.Node, Call] = {}
         self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
         self._same: dict[_Pair, bool] = {}
-        self._filled_with: dict[fx.Node, float | None] = {}  # each sum on the way up asks again
-        self.remembered: dict[
-            Any, dict[Any, Any]
-        ] = {}  # results of `no_match.remembered` functions
+        self._filled_with: dict[
+            fx.Node, float | None
+        ] = {}  # a cache, because chains of sums ask again
+        # The results of functions that are decorated with `no_match.remembered`.
+        self.remembered: dict[Any, dict[Any, Any]] = {}
         self.walked: dict[Any, Any] = {}  # for `walk_back`, as is the next
         self.walks_cut = 0
         self.transforms = _transforms(graph)
@@ -283,9 +284,8 @@ class GraphView:
         """Whether two values are structurally equal. Dynamo does not eliminate common subexpressions."""
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return a is b or (type(a) is type(b) and a == b)
-        because: dict[_Pair, _Pair | None] = {
-            (a, b): None
-        }  # the pair whose comparison asked for each
+        # For each pair, the pair whose equality depends on it.
+        because: dict[_Pair, _Pair | None] = {(a, b): None}
         left: list[_Pair] = [(a, b)]
         while left:
             pair = left.pop()
