@@ -65,9 +65,7 @@ class GraphView:
         self._calls: dict[fx.Node, Call] = {}
         self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
         self._same: dict[_Pair, bool] = {}
-        self._filled_with: dict[
-            fx.Node, float | None
-        ] = {}  # a cache, because chains of sums ask again
+        self._filled_with: dict[fx.Node, float | None] = {}  # a cache for chains of sums
         # The results of functions that are decorated with `no_match.remembered`.
         self.remembered: dict[Any, dict[Any, Any]] = {}
         self.walked: dict[Any, Any] = {}  # for `walk_back`, as is the next
