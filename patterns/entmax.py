@@ -3,8 +3,9 @@
     p = argmax_{p in simplex} p . z + H_alpha(p)       over one dimension of z
         ->  entmax(z, alpha, dim)
 
-Routers, pooling, attention whose probabilities somebody else reads or drops out: whatever `entmax_attention` cannot
-take. Sources: Peters et al. 2019 (entmax); Correia et al. 2019 (the gradient of alpha); Martins & Astudillo 2016.
+It covers routers, pooling, and attention whose probabilities are also read elsewhere or pass through dropout: all that
+`entmax_attention` cannot take.
+Sources: Peters et al. 2019 (entmax); Correia et al. 2019 (the gradient of alpha); Martins & Astudillo 2016.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sparse_inductor.policy.worth import Worth
 
 NAME, OP = Transform.pattern, Transform.op
 
-# Calls that sort, the package's and those of its Functions, of which copies have the same.
+# Calls that sort: functions of the entmax package, and the nodes of its autograd Functions or of copies of these.
 _SORTED = frozenset("entmax15 sparsemax autograd_function_apply getitem".split())
 
 
@@ -73,7 +74,7 @@ def sorted_sparsemax(z: torch.Tensor) -> torch.Tensor:
 
 
 def sparsemax_and_support(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probabilities, and how many of them are not zero."""
+    """The probabilities, and the number of nonzero ones in each row."""
     s, _ = torch.sort(z, dim=-1, descending=True)
     n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype, device=z.device)
     c = s.cumsum(-1) - 1

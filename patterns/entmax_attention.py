@@ -4,8 +4,9 @@
     p @ v                                                                      [B, H, Lq, Dv]
         ->  entmax_attention(q, k, v, alpha, scale, mask, bias, causal, fill, added)
 
-The probabilities never exist, so nobody else may read them: where somebody does, or dropout acts on them, the pattern
-`entmax` takes the transformation alone. Sources: AdaSplash (Goncalves et al. 2025); Peters et al. 2019.
+The probabilities are never materialised, so nothing else may read them. Where something does, or where dropout acts on
+them, the pattern `entmax` replaces the transformation alone.
+Sources: AdaSplash (Goncalves et al. 2025); Peters et al. 2019.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class EntmaxAttention(Recogniser):
 
 
 def _rehearse(found: Attention) -> None:
-    """Build everything and take it out again: with symbolic sizes a reshape may turn out to be impossible.
+    """Emit the replacement and remove it again: with symbolic sizes, a reshape may turn out to be impossible.
 
     Raises NoMatch.
     """

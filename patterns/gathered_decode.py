@@ -4,8 +4,8 @@
     y = the sum over i of values[..., i] * W[indices[..., i]]          [..., D]
         ->  sparse_decode(values, indices, W)
 
-W[indices] is [..., k, D], which a training step writes, and its gradient is added up entry by entry. The product is
-read in every form: a multiplication that is summed up, an einsum, a batched matmul, `embedding_bag` with weights.
+A training step materialises W[indices], [..., k, D], and accumulates the gradient of W entry by entry. The product is
+recognised in every form: a multiplication and a sum, an einsum, a batched matmul, `embedding_bag` with weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ OP = "sparse_inductor::sparse_decode"
 
 @dataclasses.dataclass
 class GatheredMatch:
-    """A recognised decoder, ready to be replaced. gather: the node that is weight[indices], or the anchor itself.
-    ones: axes of one element that the values have beside those of the indices, and the anchor beside [..., D]."""
+    """A recognised decoder, ready to be replaced.
+
+    gather: the node that computes weight[indices], or the anchor itself if that is an embedding_bag. ones: the axes of
+    size 1 that the values have in addition to those of the indices, and that the anchor has in addition to [..., D].
+    """
 
     anchor: fx.Node
     gather: fx.Node
@@ -135,7 +138,10 @@ class GatheredDecode(Recogniser):
 
 
 def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMatch | None:
-    """A match whose nodes are what multiplies and sums up. top: the topk that the indices are of."""
+    """Check a match, and return it with all its nodes and `bytes_saved`; None where the weight is not a matrix.
+
+    top: the topk that computes the indices.
+    """
     anchor, gather, values, weight = found.anchor, found.gather, found.values, found.weight
     check_operands(anchor, values, weight)
     dtype = fake(anchor).dtype
@@ -158,7 +164,10 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
 
 
 def _gathered(view: GraphView, node: fx.Node) -> Gather | None:
-    """weight[indices], perhaps by indices that are flattened, as index_select takes them, and regrouped afterwards."""
+    """Return the gather weight[indices] that a node computes; None for any other node.
+
+    The indices may be flattened before it, as index_select requires, and the result reshaped after it.
+    """
     call, found = view.call(node), rows_of(view, node)
     if found is not None or call.name not in REGROUPS:
         return found
@@ -173,8 +182,11 @@ def _gathered(view: GraphView, node: fx.Node) -> Gather | None:
 def _added_axes(
     view: GraphView, product: Contraction, rows: Operand, values: Operand
 ) -> tuple[list[int], list[int]] | None:
-    """The axes of one element that the values have beside those of the indices, and the product beside [..., D]; None
-    where it is not a sum over the entries of each row. Raises NoMatch where several sums are made of the same rows."""
+    """Return the axes of size 1 that the values have in addition to those of the indices, and the product in addition
+    to [..., D]; None where it is not a sum over the entries of each row.
+
+    Raises NoMatch where several sums are computed from the same rows.
+    """
     *entries, column = rows.axes
     wanted = (values.axes, entries), (product.axes, [*entries[:-1], column])
     if None in rows.axes or any([a for a in axes if a in rows.axes] != of for axes, of in wanted):

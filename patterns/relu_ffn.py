@@ -4,9 +4,9 @@
     h Wd^T + bd                                                [..., D]
         ->  relu_ffn(x, Wg, Wd, ...)
 
-f is any elementwise chain that is zero up to some number (relu, its square, a shifted or thresholded one), g any
-chain at all. Sums and means of |h| or [h != 0] that are read beside it (the L1 term of TwELL, section 3.4) come out of
-the operator.
+f is any elementwise chain that is zero for inputs up to some number (relu, its square, a shifted or thresholded
+relu). g is any elementwise chain. If the program also reads sums or means of |h| or [h != 0] (the L1 term of TwELL,
+section 3.4), the operator returns these as well.
 """
 
 from __future__ import annotations
@@ -73,9 +73,13 @@ _EXPERTS = "every expert (or head) has weights of its own, and the operator take
 
 @dataclasses.dataclass
 class BlockMatch:
-    """A recognised block, ready to be replaced. `at` is where the operator goes in; residual: what is added to the
-    block, where the anchor is that sum. shift: of `shift_of`. thresholds: of `thresholds_of`; the up branch is then
-    the gate. saves: gives `bytes_saved`, which imports kernels on a GPU."""
+    """A recognised block, ready to be replaced.
+
+    at: the node before which the operator is inserted. residual: the tensor that is added to the block's result, if the
+    anchor is this sum. shift: the result of `shift_of`. thresholds: the result of `thresholds_of`; with thresholds, the
+    operator takes the up branch as its gate. saves: computes `bytes_saved` on demand, because it imports kernels on a
+    GPU.
+    """
 
     anchor: fx.Node
     reading: Reading
@@ -124,7 +128,7 @@ class BlockMatch:
 
     def replace(self) -> None:
         r, e, downs = self.reading, Emitter(self.at), Downs(self.reading, self.others.downs)
-        dtype = fake(r.down.node).dtype  # under autocast not that of the inputs
+        dtype = fake(r.down.node).dtype  # under autocast, not the inputs' dtype
         x, pairs = self.joined.emit(e, dtype)
         if r.down.order is not None:
             x = e.permuted(x, r.down.order)
@@ -138,7 +142,7 @@ class BlockMatch:
             thresholds = r.gate.vector(e, self.thresholds, e.size(pairs[0][0], 0))
             thresholds = e.cast(thresholds, dtype)
         for branch, pair in zip(branches, pairs):
-            flat = is_flat(branch.program)  # not even a gradient of zeros
+            flat = is_flat(branch.program)  # passes no gradient, not even zeros
             cast = [None if t is None else e.cast(t, dtype) for t in pair]
             weights += [e.method("detach", t) if t is not None and flat else t for t in cast]
         weights += [None] * (4 - len(weights))
@@ -169,7 +173,7 @@ class BlockMatch:
         down = self.reading.down
         axis = down.d_dim
         values = e.call(operator.getitem, op, 1)
-        # From the axes of the operator's input to those of the activation, the neurons' left out.
+        # The operator returns statistics in the axis order of its input. The program's have that of the activation.
         order = rest if down.order is None else [down.order[d] for d in rest]
         axes = [a for a in range(len(order) + 1) if a != axis]
         for s in self.others.statistics:
@@ -203,7 +207,8 @@ class ReluFfn(Recogniser):
         found = [one for one in linears(view, node) or added(view, node) if not one.within]
         if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]
-        # A weight that multiplies an input is another layer's: a product may be read as either operand's.
+        # Either operand of a product may be read as the weight. A reading whose activations are an input or a parameter
+        # of the graph is not a down projection.
         found = [one for one in found if one.source.op not in ("placeholder", "get_attr")]
         if not found or not fake(node).dtype.is_floating_point:
             _, weights = rectified_product(view, node) or (None, False)
@@ -323,7 +328,7 @@ class ReluFfn(Recogniser):
     def resolve(
         self, matches: Sequence[BlockMatch | LayerMatch], view: GraphView
     ) -> tuple[list[BlockMatch | LayerMatch], list[Miss]]:
-        """A linear belongs to one block: of two in a row that share it, the first is rewritten."""
+        """Accept matches in graph order. If two blocks share a linear, only the first is rewritten."""
         kept: list[BlockMatch | LayerMatch] = []
         taken: set[fx.Node] = set()
         for m in sorted(matches, key=lambda m: view.order[m.anchor]):
@@ -334,7 +339,7 @@ class ReluFfn(Recogniser):
 
 
 def _reads(reading: Reading, others: Others) -> list[tuple[fx.Node, fx.Node]]:
-    """What a block reads, each with the node that reads it."""
+    """Return the tensors that a block reads, each with the node that reads it."""
     down = reading.down
     reads = [r for b in reading.branches for r in b.reads]
     reads += [(t, down.node) for t in down.read]
@@ -343,7 +348,10 @@ def _reads(reading: Reading, others: Others) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
-    """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
+    """Return the bytes of hidden activations that a training step as written keeps for the backward.
+
+    The bytes that the operator keeps are not subtracted: they depend on the number of active neurons.
+    """
     if not any(map(view.needs_grad, reading.inputs)):
         return 0
     sizes = view.shape(reading.down.source)

@@ -1,11 +1,11 @@
-"""The decoder of a TopK autoencoder: a product of which one operand holds k entries a row -> `sparse_decode`.
+"""The decoder of a TopK autoencoder: a product with an operand that has k entries in each row -> `sparse_decode`.
 
     f = zeros; f[row, indices] = values              [..., N], k of them a row
     f W + b                                          [..., D]
         ->  sparse_decode(values, indices, W, b)
 
-The indices are those of a top-k, so that a row's are all different. f may be read elsewhere, too (returned,
-counted): it is then written for these readers, and their gradient joins that of the values.
+The indices come from a top-k, so those of a row are distinct. f may also be read elsewhere (returned, counted): it is
+then still written for these readers, and their gradient is added to that of the values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DecoderMatch:
 
     @property
     def apart(self) -> str:
-        """With activations that are kept, the gradient of the values goes past them."""
+        """Why `verify` cannot compare the activations: if they are kept, the gradient of the values bypasses them."""
         kept = self.found.scatter not in self.matched_nodes
         return "the gradient goes past the activations, which others read" if kept else ""
 
@@ -84,7 +84,7 @@ class DecoderMatch:
 
     def replace(self) -> None:
         e, down = Emitter(self.anchor), self.down
-        dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
+        dtype = fake(self.anchor).dtype  # under autocast, not the inputs' dtype
         values = self.found.values
         for node in self.found.after:
             values = e.again(node, {node.all_input_nodes[0]: values})
@@ -140,11 +140,11 @@ class SparseDecode(Recogniser):
 
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:
-    """The anchor and, from the end, what is read for it alone."""
+    """Return the anchor and the nodes above it, up to the first that is also read elsewhere."""
     base = found.base
     given = base is found.scatter or base.op in ("placeholder", "get_attr")
     nodes = only_read_by(view, anchor, found.nodes[:-1] if given else found.nodes)
-    if not given and base not in nodes:  # it may be written, and live on
+    if not given and base not in nodes:  # the scatter may write to it in place
         nodes.discard(found.scatter)
     return tuple(sorted(nodes, key=view.order.__getitem__))
 

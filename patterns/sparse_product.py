@@ -1,11 +1,11 @@
-"""The two products of a sparse autoencoder that returns its activations -> products over their entries.
+"""The two products of a sparse autoencoder whose activations are also read elsewhere -> products over their entries.
 
     z = x We^T + be;  f = any program of z, mostly zeros;  y = f Wd + bd      f or z are returned, or in the loss
         ->  sparse_gradient_linear(x, We, be)  and  sparse_product(f, Wd, bd)
 
-What lies between them stays as it is written, with its own gradient: thresholds that learn by a straight-through
-estimate, gates, the largest of a whole batch. Blocks whose activations nobody reads are `relu_ffn`, rows of k entries
-`sparse_decode`.
+The code between the two products stays as written, with its own gradient: thresholds that are trained with a
+straight-through estimator, gates, a top-k over a whole batch. `relu_ffn` replaces blocks whose activations are not read
+elsewhere, and `sparse_decode` decoders whose activations have k entries in each row.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ _PRODUCTS = frozenset("linear matmul mm addmm einsum tensordot inner".split())
 
 @dataclasses.dataclass
 class ProductMatch:
-    """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads.
-    rectified: what a ReLU makes them of, where one does. shift: of `shift_of`, for the encoder."""
+    """A recognised decoder or encoder product, ready to be replaced.
+
+    activations: the tensor that the decoder reads. rectified: the input of the ReLU that computes the activations, if
+    there is one. shift: the result of `shift_of`, for the encoder.
+    """
 
     linear: Linear
     op: str
@@ -90,7 +93,7 @@ class ProductMatch:
 
     def replace(self) -> None:
         e, linear = Emitter(self.anchor), self.linear
-        dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
+        dtype = fake(self.anchor).dtype  # under autocast, not the inputs' dtype
         bias = linear.emit_bias(e)
         weight = e.cast(linear.weight(e), dtype)
         x, shift = shifted(e, linear.linear_input(e), self.shift)
@@ -144,7 +147,7 @@ class SparseProduct(Recogniser):
 
 
 def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """What activations are the ReLU of, as it is there still where the decoder reads them."""
+    """Return the tensor whose ReLU the activations are, if it still has its value where the decoder reads them."""
     call = view.call(activations)
     if call.name != "relu" or call.inplace or view.value(activations, anchor) is not activations:
         return None
@@ -155,22 +158,24 @@ def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Nod
 
 @once
 def _encoders(view: GraphView) -> set[fx.Node]:
-    """The products that any decoder takes its activations from."""
+    """Return the products from which the activations of any decoder are computed."""
     decoders = (_decoder(view, n) for n in view.graph.nodes if view.name_of(n) in _PRODUCTS)
     return {encoder for found in decoders if found is not None for encoder in found[1].encoders}
 
 
 @remembered
 def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
-    """The reading of a product that takes activations which are kept, and those; not of k entries a row, which has an
-    operator."""
+    """Return a decoder, read as a linear, and the activations that it takes; None for any other node.
+
+    Activations with k entries in each row are left to `sparse_decode`.
+    """
     if not may_be_above(view, node.all_input_nodes, ACTIVATES):
         return None
     for down in linears(view, node) or ():
         between = None if down.within or down.d_axes > 1 else activated(view, down)
         if between is None:
             continue
-        # None, too, where rows have other numbers of entries.
+        # `entries` also declines, with NoMatch, rows that differ in their number of entries.
         rows = if_matched(entries, view, down.source, node)
         return None if rows is not None else (down, between)
     return None
@@ -187,7 +192,7 @@ def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
 
 
 def _autoencoder(forward: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Of the encoder only the bias learns, so that there is one rewrite."""
+    """Build an autoencoder. Only the bias of its encoder is trained, so that there is one rewrite."""
     encoder = nn.Linear(4, 28)
     encoder.weight.requires_grad_(False)
     return Layers(forward, encoder=encoder, decoder=nn.Linear(28, 4)), (torch.randn(2, 6, 4),)

@@ -4,8 +4,8 @@
     topk(scores, k)                                                                  values, indices [B, k]
         ->  sparse_scores(query, ids, values, rows | offsets), with or without k
 
-The documents are whatever tensors the program keeps them in: padded rows, coordinates, segments, bags. Where only the
-top-k is used the scores are not written. Sources: GPUSparse, section 4 (document-parallel and scatter-add scoring).
+The program may keep the documents in any layout: padded rows, coordinates, segments, bags. Where only the top-k is
+used, the scores are not written. Sources: GPUSparse, section 4 (document-parallel and scatter-add scoring).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ScoresMatch:
     scores: Scored
     top: Top | None
     matched_nodes: tuple[fx.Node, ...]
-    shared: tuple[fx.Node, ...] = ()  # what others may read
-    held: Unrest | None = None  # of documents that an index may be built of
-    guarded: bool = False  # whether it pays only with an index
+    shared: tuple[fx.Node, ...] = ()  # nodes that may also be read elsewhere
+    held: Unrest | None = None  # how often the documents change, if they can be indexed
+    guarded: bool = False  # whether it is faster only with an index
     bytes_saved: int | None = None
     pattern, op = NAME, OP
 
@@ -79,12 +79,12 @@ class ScoresMatch:
 
     @property
     def kept(self) -> tuple[fx.Node, ...]:
-        """What is added into a part of an accumulator goes on being written."""
+        """The node whose write stays: a part of an accumulator is still added to in place."""
         return () if self.scores.into is None else (self.scores.node,)
 
     @property
     def open(self) -> tuple[fx.Node, ...]:
-        """What others may read, too: the result, in whatever form."""
+        """The nodes that may also be read elsewhere: the result in all its forms."""
         best = () if self.top is None else (*(r for r, _ in self.top.results), *self.top.sliced)
         return (*self.scores.accumulator, *self.shared, *best)
 
@@ -108,14 +108,14 @@ class ScoresMatch:
 
 
 def _guard(held: Unrest) -> None:
-    """Have the code compiled again, as written, where its documents turn out to change from call to call."""
+    """Add a guard that has the code recompiled as written if its documents turn out to change from call to call."""
     code = compat.current_code()
     stays = lambda: not (held.why and compat.may_recompile(code))
     compat.add_guard(stays, "sparse_inductor: documents hold still")
 
 
 def _redirect(s: Scored, scores: fx.Node) -> None:
-    """Readers of the result, and of the accumulator after it was written, read the scores."""
+    """Redirect the readers of the result, and later readers of the accumulator, to the scores."""
     s.node.replace_all_uses_with(scores)
     after = lambda user: user > scores and user is not s.node
     for name in s.accumulator:
@@ -132,7 +132,7 @@ class SparseScores(Recogniser):
     signs = SIGNS
 
     def setup(self) -> Callable[[], None]:
-        """Sparse layouts never reach a graph: the report says so where Dynamo gave up because of one."""
+        """Have the report explain graph breaks at sparse layouts, which Dynamo never puts into a graph."""
         return watch_sparse_breaks(self.name)
 
     def _match(self, node: fx.Node, view: GraphView) -> ScoresMatch | Miss | None:
@@ -167,7 +167,8 @@ class SparseScores(Recogniser):
         if gather.gradient and view.needs_grad(gather.source):
             raise NoMatch(gather.gradient, gather.node)
         held = None
-        if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
+        # In a transform, tensors are wrapped and nothing is emitted.
+        if anchor not in view.transforms:
             held = self._rehearse(s, anchor, top)
         return ScoresMatch(s, top, nodes, _lists(view, s, anchor), held)
 
@@ -197,8 +198,10 @@ class SparseScores(Recogniser):
         return constant
 
     def _rehearse(self, s: Scored, anchor: fx.Node, top: Top | None) -> Unrest | None:
-        """Emit once, so that what cannot be emitted is a reason and no error. Returns what is known of the changes of
-        documents that an index may be built of."""
+        """Emit the replacement and remove it again, so that a failure becomes a reported reason instead of an error.
+
+        Returns how often the documents change, if an index may be built of them.
+        """
         try:
             with Emitter(anchor) as e:
                 s.shaped(e, s.emit(e))
@@ -209,7 +212,7 @@ class SparseScores(Recogniser):
                 query, ids = map(fake, found.args[:2])
                 known = None not in map(static_size, (*query.shape, *ids.shape))
                 return unrest_of(query.device, query.shape[-1], ids.shape) if known else None
-        except IndexError:  # the first of what all queries share is taken
+        except IndexError:  # a tensor that all queries share is read at the first query
             raise NoMatch("the batch of queries is empty", anchor) from None
         except (RuntimeError, TypeError, ValueError) as error:
             raise NoMatch(f"the operator does not take it: {error}", anchor) from error
@@ -217,15 +220,17 @@ class SparseScores(Recogniser):
     def resolve(
         self, matches: Sequence[ScoresMatch], view: GraphView
     ) -> tuple[list[ScoresMatch], list[Miss]]:
-        """Nobody else may read what is matched; two scorings may share a gather. What a later accumulation into the
-        same scores has taken in is part of that."""
+        """Accept matches whose nodes are not read elsewhere; two matches may share a gather.
+
+        A match that a later accumulation into the same scores already includes is dropped.
+        """
         taken = {s.node for m in matches for s in m.scores.earlier}
         return super().resolve([m for m in matches if m.scores.node not in taken], view)
 
 
 def _check_accumulator(view: GraphView, s: Scored) -> None:
-    """The accumulator was made for this and is known under no other name before the scores are in it."""
-    names = s.accumulator  # which goes, with what cleared it
+    """Raises NoMatch where the accumulator is a view of another tensor, or is read before the scores are in it."""
+    names = s.accumulator  # removed, with the nodes that cleared it
     if names and view.effects.creator(names[0]) is not names[0]:
         raise NoMatch("the accumulator is a view of something else", s.node)
     for other in [user for name in names for user in view.readers(name)]:
@@ -234,7 +239,7 @@ def _check_accumulator(view: GraphView, s: Scored) -> None:
 
 
 def _lists(view: GraphView, s: Scored, anchor: fx.Node) -> tuple[fx.Node, ...]:
-    """Posting lists as they were looked up: they may serve other purposes, too, as in BM25's saturation."""
+    """Return the posting lists as they were looked up. They may also be read elsewhere, as in BM25's saturation."""
     if not isinstance(s, Postings):
         return ()
     found = (n for p in (*s.earlier, s) for n in (p.w.gather.node, p.found.node))
@@ -242,7 +247,7 @@ def _lists(view: GraphView, s: Scored, anchor: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _documents_first(view: GraphView, s: Scored, top: Top | None) -> bool:
-    """Whether [N, B] is turned to [B, N] afterwards, or searched along N: then the columns are queries."""
+    """Whether scores [N, B] are transposed to [B, N] afterwards, or searched along N, so that columns are queries."""
     if not s.queries or flat(s.axes[0]) == s.queries:
         return False
     if top is not None:

@@ -4,8 +4,9 @@
     max_s program(logits, mask)                                [B, V]
         ->  splade_head(hidden, weight, bias, [mask], program)
 
-`program` is whatever elementwise chain stands between (relu, log1p, soft-caps, masks of every kind); it has to be
-non-decreasing in the logits, which is proved by intervals. Masks need no proof: the operator looks at their values.
+`program` is the elementwise chain between the linear and the maximum (relu, log1p, soft-caps, masks of every kind). It
+has to be non-decreasing in the logits, which is proved with interval arithmetic. Masks need no proof, because the
+operator inspects their values at run time.
 Sources: Sparton, Eq. 1 and Algorithms 2-3; SPLADE v2 max pooling.
 """
 
@@ -53,7 +54,7 @@ from sparse_inductor.policy.worth import Worth
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
-# Calls between a transpose and the linear that are looked through: an encoder's layers.
+# The largest number of calls (the layers of an encoder) to follow from the linear up to a transpose.
 _LAYERS = 100
 
 
@@ -112,17 +113,17 @@ class HeadMatch:
         rows = [e.method("squeeze", e.permuted(r, order), -1) for r in chain.row_operands(e)]
         program = self.program
         if _makes_nan_a_number(program):
-            # A maximum of NaN is one: the tokens whose logits are NaN are left out of it.
+            # The operator takes the maximum before it runs the program, and a maximum with a NaN is NaN. This program
+            # maps NaN to the value that it has at -inf, so tokens with NaN logits are masked out.
             rows.append(e.method("all", e.call(operator.eq, hidden, hidden), -1))
             program = (Step("row_where", (-math.inf,), len(rows) - 1), *program)
         if bias is not None:
-            wide = chain.wide_bias or bool(
-                chain.folded
-            )  # what was folded may have no place in 16 bits
+            # A folded bias may not be representable in 16 bits.
+            wide = chain.wide_bias or bool(chain.folded)
             bias = e.cast(bias, torch.promote_types(dtype, torch.float32) if wide else dtype)
         result = fake(anchor) if red.values is None else fake(anchor)[red.values]
         wide = torch.promote_types(result.dtype, torch.float32) if chain.tail else result.dtype
-        # None says the same; an AOTInductor package of torch 2.11 takes another dtype for the one that is named.
+        # None means the dtype of the inputs. An AOTInductor package of torch 2.11 misreads a dtype that is named.
         named = None if wide == dtype else wide
         op = e.call(
             own_operator("splade_head"),
@@ -149,7 +150,7 @@ class HeadMatch:
                 user.replace_all_uses_with(positions)
 
     def _shaped(self, e: Emitter, t: fx.Node, others: list[int]) -> fx.Node:
-        """[*others, V] in the axis order of the user's result."""
+        """Bring t, [*others, V], into the shape and memory layout of the user's result."""
         order = [*others, self.chain.v_dim]
         t = e.permuted(t, [order.index(d) for d in sorted(order)])
         for dim in self.reduction.dims if self.reduction.keepdim else ():
@@ -256,7 +257,7 @@ class SpladeHead(Recogniser):
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
 
     def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:
-        """What varies over the vocabulary is replayed on the values alone."""
+        """Raises NoMatch unless the tail, the steps from a vocabulary mask on, can be applied after the maximum."""
         if (
             red.minimum
             or red.least > -math.inf
@@ -275,7 +276,7 @@ class SpladeHead(Recogniser):
 
 
 def _check_finite(program: Program, node: fx.Node) -> None:
-    """Raises NoMatch where the operator would have a number, and the program has NaN, or another number."""
+    """Raises NoMatch where the operator would return a number, and the program returns NaN or a different number."""
     for at, step in enumerate(program):
         before = scalar_steps(program[:at])
         if step.fn == "row_mul" and (undefined_step := undefined(before)) is not None:
@@ -287,7 +288,10 @@ def _check_finite(program: Program, node: fx.Node) -> None:
 
 
 def _check_slopes(program: Program) -> None:
-    """Raises NoMatch where positions that are not the largest, or not alone so, have a part in the gradient."""
+    """Raises NoMatch where the operator cannot reproduce the gradient.
+
+    It cannot if positions above an upper bound share the gradient, or if a zero gradient meets an infinite slope.
+    """
     if upper := shared_bounds(program)[1]:
         raise NoMatch(
             f"positions above the bound of {upper[0]} share the gradient of one that is just there"
@@ -305,7 +309,8 @@ def _at(program: Program, x: float) -> float:
 
 
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:
-    """Axis 0 of a 3-D output is the batch, unless the input or the output was turned on purpose."""
+    """Whether the reduction is over the batch: axis 0 of a 3-D output, unless the program transposed the input, the
+    output or a mask explicitly."""
     if len(view.shape(linear.node)) != 3 or chain.origin[red.dim] != 0:
         return False
     others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
@@ -326,7 +331,7 @@ def _is_transposed(view: GraphView, mask: fx.Node) -> bool:
 
 
 def _sequence_first(view: GraphView, node: fx.Node) -> bool:
-    """Whether the first axis was put there by a transpose, maybe before layers that keep it where it is."""
+    """Whether a transpose put the first axis in its place, perhaps before layers that keep it there."""
     for _ in range(_LAYERS):
         call = view.call(node)
         x = call.get("input")
@@ -342,7 +347,7 @@ def _sequence_first(view: GraphView, node: fx.Node) -> bool:
 
 
 def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
-    """What a training step keeps of the logits, less the winning positions and peaks that replace them."""
+    """Return the bytes of logits that a training step keeps, minus those of the peaks and positions kept instead."""
     if not view.needs_grad(linear.node):
         return 0
     sizes, shape = view.shape(linear.node), view.shape(red.source)

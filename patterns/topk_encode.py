@@ -1,11 +1,11 @@
-"""The encoder of a TopK autoencoder: the k largest of each row of a linear -> `topk_encode`.
+"""The encoder of a TopK autoencoder: the k largest outputs in each row of a linear -> `topk_encode`.
 
     values, indices = topk(x We^T + be)              [..., k] of [..., N]
         ->  topk_encode(x, We, be, k)
 
-A ReLU in front of the topk moves behind it, to k entries a row: the k largest are the same, but where a row has fewer
-positive ones, others of its zeros are taken. A product that is read elsewhere, too, stays as written, with its own
-gradient, and is handed to the operator.
+A ReLU before the topk is applied after it instead, to the k entries of each row. The k largest values are the same,
+but if fewer than k of a row are positive, the indices of other zeros may be returned. A product that is also read
+elsewhere stays as written, with its own gradient, and is passed to the operator.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ OP = "sparse_inductor::topk_encode"
 
 @dataclasses.dataclass
 class EncoderMatch:
-    """A recognised encoder, ready to be replaced. scores: what the topk would choose from without a ReLU. given: the
-    product is there already, since it is read elsewhere or in another dtype than what is added to it, as under autocast
-    with a bias in fp32. shift: of `shift_of`."""
+    """A recognised encoder, ready to be replaced.
+
+    scores: the input of the topk, before a ReLU. given: whether the product is kept and passed to the operator: it is
+    read elsewhere, or its dtype differs from that of the scores, as under autocast with a bias in fp32. shift: the
+    result of `shift_of`.
+    """
 
     anchor: fx.Node
     chain: Chain
@@ -70,7 +73,7 @@ class EncoderMatch:
 
     @property
     def apart(self) -> str:
-        """With a product that is kept, the gradient of the entries goes past it."""
+        """Why `verify` cannot compare the product: if it is kept, the gradient of the entries bypasses it."""
         return "the gradient goes past the product, which is kept" if self.given else ""
 
     @property
@@ -81,7 +84,7 @@ class EncoderMatch:
 
     def replace(self) -> None:
         e, linear = Emitter(self.anchor), self.chain.linear
-        dtype = fake(self.scores).dtype  # under autocast not that of the inputs
+        dtype = fake(self.scores).dtype  # under autocast, not the inputs' dtype
         (weight,), bias = self.chain.weights_and_bias(e)
         x, shift = shifted(e, linear.linear_input(e), self.shift)
         found = e.call(
@@ -91,7 +94,7 @@ class EncoderMatch:
         )  # fmt: skip
         values, indices = (e.call(operator.getitem, found, i) for i in (0, 1))
         if self.chain.program:
-            # relu saves its result, to which the program may write: topk saves only its indices.
+            # The program may write to the values, since topk saves only its indices. relu would save its result.
             values = e.call(F.threshold, values, 0.0, 0.0)
         for user in list(self.anchor.users):
             user.replace_all_uses_with(values if user.args[1] == 0 else indices)
@@ -150,8 +153,10 @@ def _learnt(view: GraphView, chain: Chain) -> bool:
 
 
 def _encoder(view: GraphView, source: fx.Node, reader: fx.Node) -> tuple[Chain, fx.Node] | None:
-    """The linear that `reader` sees of a tensor, plus and times a number for each column and perhaps rectified, and its
-    scores before the ReLU; None for anything else."""
+    """Return the chain above a tensor as `reader` sees it, and the scores before its ReLU; None for anything else.
+
+    The chain is a linear, plus or times a number for each column, and perhaps rectified.
+    """
     epilogue = if_matched(walk_back, view, source, reader)
     if epilogue is None or any(view.call(e.node).inplace for e in epilogue.elements):
         return None

@@ -1,1 +1,1 @@
-"""The epilogue of a fused matmul: a list of steps, what is provable about it, and how to run it."""
+"""The epilogue of a fused matmul: a list of steps, its provable properties, and its execution."""

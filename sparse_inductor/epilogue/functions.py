@@ -1,10 +1,10 @@
-"""The table of scalar functions: what the elementwise program of an operator is made of.
+"""The table of scalar functions, from which the elementwise programs of operators are built.
 
 `SCALAR` holds the steps: arithmetic that the operators execute. `FUNCTIONS` holds PyTorch's functions of one tensor
-and constants, each as a program of steps in text form (`steps.parse`). An activation that is made of known steps is a
-row of `FUNCTIONS` and nothing else. One that is not is a row of `SCALAR` as well, and a branch of
-`kernels/common/epilogue.py`, which computes the same in Triton; `tests/test_epilogue.py` and
-`tests/kernels/test_epilogue_kernels.py` walk both tables and compare each row with PyTorch.
+and constants, each as a program of steps in text form (`steps.parse`). To add an activation that consists of known
+steps, add a row to `FUNCTIONS`. Any other activation also needs a row in `SCALAR` and a branch in
+`kernels/common/epilogue.py`, which computes the same in Triton. `tests/test_epilogue.py` and
+`tests/kernels/test_epilogue_kernels.py` compare each row of both tables with PyTorch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ REALS, POSITIVE = Interval(-_INF, _INF), Interval(0.0, _INF)
 class Scalar:
     """One scalar function, of `x` and `arity` constants `c`; `y` is its result.
 
-    value(x, *c) and slope(x, y, *c) are PyTorch's. flat(x, *c): where no gradient passes, whatever follows, as in
-    PyTorch's backwards that select.
-    rises: the domain on which it is non-decreasing, and what it is of a Python float there, infinity included. None: on
-    none, or on one that depends on the constants (`ranges._piece`).
+    value(x, *c) and slope(x, y, *c) are equal to PyTorch's. flat(x, *c): a mask of the elements where no gradient
+    passes, whatever steps follow, as in those backward functions of PyTorch that select.
+    rises: the domain on which it is non-decreasing, and the function itself for Python floats there, infinity included.
+    None if there is no such domain, or if the domain depends on the constants (`ranges._piece`).
     keeps_sign: whether it is 0 at 0, and above 0 exactly where x is.
-    constant_to(*c): (b, v), where it has the value v for every x <= b (x < b: `ranges.BOUNDED_BELOW`).
+    constant_to(*c): (b, v) if it has the value v for every x <= b (x < b for steps in `ranges.BOUNDED_BELOW`).
     """
 
     arity: int
@@ -66,7 +66,7 @@ class Scalar:
 
 
 def guarded(f: Callable[[float], float]) -> Callable[[float], float]:
-    """Python's math raises where IEEE arithmetic overflows."""
+    """Return inf where f overflows, as IEEE arithmetic does. Python's math raises instead."""
 
     def g(x: float) -> float:
         try:
@@ -115,7 +115,7 @@ def _given(t: float, v: float) -> tuple[float, float]:
 
 
 def _at_or(beyond: Unary, x: torch.Tensor, c: float) -> torch.Tensor:
-    """Where `clamp` has a slope: beyond its bound, and at it up to torch 2.13."""
+    """Return a mask of the elements where `clamp` has a slope: beyond its bound, and up to torch 2.13 also at it."""
     inside = beyond(x, c)
     return inside | (x == c) if compat.clamp_has_a_slope_at_its_bounds() else inside
 
@@ -123,7 +123,7 @@ def _at_or(beyond: Unary, x: torch.Tensor, c: float) -> torch.Tensor:
 SCALAR: dict[str, Scalar] = {
     "add": Scalar(1, lambda x, c: x + c, _one, rises=(REALS, lambda x, c: x + c)),
     "mul": Scalar(1, lambda x, c: x * c, lambda x, y, c: torch.full_like(x, c)),
-    # clamp: a NaN stays, and has no slope; c has the one that it has in the torch in use.
+    # clamp: a NaN stays and has no slope. The slope at c is that of the installed torch.
     "clamp_min": Scalar(
         1, lambda x, c: x.clamp_min(c), _one, lambda x, c: ~_at_or(torch.gt, x, c), _MAX, constant_to=_own
     ),
@@ -140,8 +140,8 @@ SCALAR: dict[str, Scalar] = {
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t, constant_to=_given),
     "fill_below": Scalar(2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: x < t, constant_to=_given),
     "fill_above": Scalar(2, lambda x, t, v: torch.where(x > t, v, x), _one, lambda x, t, v: x > t),
-    # x times [x > t] ([x >= t]): as threshold and fill_below, but for the slope, which is multiplied by 0 there: none
-    # at a NaN, and NaN where what follows has one.
+    # x times [x > t] ([x >= t]): like threshold and fill_below, but the slope is multiplied by 0. It is 0 at a NaN, and
+    # NaN where a following step has an infinite slope.
     "gate_above": Scalar(
         2, lambda x, t, v: torch.where(x <= t, v, x), lambda x, y, t, v: (x > t).to(x.dtype), constant_to=_given
     ),
@@ -217,12 +217,12 @@ DROPS_NAN = frozenset(("above", "at_least"))
 class Function:
     """One of PyTorch's functions of a tensor and constants.
 
-    program: its steps in text form, or a function of its constants that returns them. It raises ValueError, with the
-        reason, for constants with which it is no such program.
-    parameters: what PyTorch calls the constants, in order, with their defaults: "beta=1 threshold=20".
-    kind: "activation" where a linear layer and this function resemble a SPLADE head, "rectifier" where they resemble a
-        feed-forward block with few active neurons as well. What resembles a family and is left as written is a near
-        miss, and `report()` says why. Nothing else depends on it.
+    program: its steps in text form, or a function of its constants that returns them. That function raises ValueError,
+        with the reason, for constants with which there is no such program.
+    parameters: PyTorch's names of the constants, in order, with their defaults: "beta=1 threshold=20".
+    kind: "activation" if a linear layer followed by this function resembles a SPLADE head, "rectifier" if it also
+        resembles a feed-forward block with few active neurons. A subgraph that resembles a pattern and is left as
+        written is a near miss, and `report()` gives the reason. Nothing else depends on it.
     """
 
     program: str | Callable[..., str]
@@ -231,20 +231,20 @@ class Function:
 
     @functools.cached_property
     def defaults(self) -> dict[str, float | None]:
-        """The constants by name, None where one has no default."""
+        """The default of each constant by name, or None if it has none."""
         split = (p.partition("=") for p in self.parameters.split())
         return {name: float(ast.literal_eval(value)) if value else None for name, _, value in split}
 
     @property
     def may_level_off(self) -> bool:
-        """Whether it has one value below some number, with some constants or with any."""
+        """Whether it may be constant below some number, at least with some constants."""
         if callable(self.program):
             return True
         steps = (step.partition("(")[0].strip() for step in self.program.split("|"))
         return any(SCALAR[step].constant_to is not None for step in steps)
 
     def steps(self, *constants: float) -> str:
-        """Its program with these constants, in text form."""
+        """Return its program with these constants, in text form."""
         return self.program if isinstance(self.program, str) else self.program(*constants)
 
 
@@ -261,7 +261,7 @@ def _celu(alpha: float) -> str:
 
 
 FUNCTIONS: dict[str, Function] = {
-    # a step without constants is a function that PyTorch has under the same name
+    # PyTorch has a function of the same name for every step without constants.
     **{name: Function(name) for name, step in SCALAR.items() if not step.arity},
     "relu": Function("relu", kind="rectifier"),
     "relu6": Function("relu | cap(6)", kind="rectifier"),

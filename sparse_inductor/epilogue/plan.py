@@ -1,15 +1,15 @@
-"""From a program and its row operands to what a fused kernel runs.
+"""Lowers a program and its row operands to the form that a fused kernel runs.
 
-A position (b, s) is one of three things, decided exactly on the values of its row operands:
+A position (b, s) has one of three classes, decided exactly from the values of its row operands:
 
     kept      every row step leaves it alone (multiplied by 1, added 0, selected), up to a shift of the logit
               that comes before any other step;
     dropped   its final value does not depend on the logits (multiplied by 0, masked to a constant, added -inf);
     other     anything else, such as a real-valued weight after the activation.
 
-A sequence without `other` positions takes the fast path: the maximum runs over raw (shifted) logits of kept
-positions and the whole scalar program runs once on it, provided that is non-decreasing; what dropped positions
-contribute is one number a sequence. The rest take the general path, element by element.
+If the scalar program is non-decreasing, a sequence without `other` positions takes the fast path: the maximum runs over
+raw (shifted) logits of kept positions, and the whole scalar program runs once on the result. The dropped positions
+contribute one number for each sequence. All other sequences take the general path, element by element.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .steps import ROW, Program, Step, apply, parse, scalar_steps
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is decided from the program alone.
+    """The decisions that depend on the program alone.
 
     scalar: the scalar steps, run after the maximum on the fast path.
     inner, outer: the general path's split; inner runs per element before the maximum, outer after it.
     hoists: whether the fast path is sound (the scalar steps are non-decreasing, and do not overflow where a factor of a
         token may be 0).
     exhaustive: whether the fast path covers every value of the row operands.
-    drops_nan: whether a number comes of a NaN, which is that of the least logits.
-    bounds: its lower ones that several positions may share (`shared_bounds`); nothing is run after the maximum then,
-        but on the fast path.
+    drops_nan: whether the program maps a NaN to a number, which is then that of the smallest logits.
+    bounds: the steps with a lower bound that several positions may share (`shared_bounds`). If there are any, the
+        general path runs all steps before the maximum.
     """
 
     program: Program
@@ -51,8 +51,8 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def plan(steps: str, every_position: bool = False) -> Plan:
-    """Parse and split a program. `every_position` asks for the general path with nothing hoisted, which is what
-    exact first-occurrence argmax positions need (a plateau such as relu's zeros has many maxima).
+    """Parse and split a program. `every_position` requests the general path with nothing hoisted. Exact
+    first-occurrence argmax positions need it, because a plateau such as relu's zeros has many maxima.
 
     Raises ValueError for a program that does not parse.
     """
@@ -61,7 +61,7 @@ def plan(steps: str, every_position: bool = False) -> Plan:
     hoists = not every_position and prove(scalar).direction == 1
     exhaustive, seen_scalar, overflows = True, False, False
     for step in program:
-        # 0 times infinity is NaN, which only the element tells.
+        # 0 times infinity is NaN, which only the general path detects.
         hoists = hoists and not (step.fn == "row_mul" and overflows)
         overflows |= step.fn in ("exp", "expm1")
         if step.fn == "row_mul" or (step.fn == "row_add" and seen_scalar):
@@ -76,7 +76,7 @@ def plan(steps: str, every_position: bool = False) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A plan together with what its row operands hold.
+    """A plan together with the classification of the positions by their row operands.
 
     add [B, S] fp32 or None: -inf where dropped, else the shift of the logits (0 in a sequence that takes the
         general path, where `inner` applies it).
@@ -96,7 +96,7 @@ def lower(
     dtype: torch.dtype = torch.float32,
     finite: torch.Tensor | None = None,
 ) -> Lowered:
-    """Classify every position. rows: [B, S] each, any real or bool dtype. Costs a few passes over [B, S].
+    """Classify every position, in a few passes over [B, S]. rows: [B, S] each, any real or bool dtype.
 
     finite [B, S]: False where a position's logits are not finite. Multiplying those by 0 gives NaN, not 0, so they
     are not dropped by `row_mul`; None: all are finite.

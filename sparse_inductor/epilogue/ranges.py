@@ -1,4 +1,4 @@
-"""Intervals and monotonicity of scalar steps: what may be moved past a maximum.
+"""Intervals and monotonicity of scalar steps, which decide whether a step may be moved past a maximum.
 
 max_s f(x_s) = f(max_s x_s) holds exactly when f is non-decreasing on the values that reach it (rounding to
 nearest is itself non-decreasing, so it holds in floating point too). Every step's function here is monotone on a
@@ -19,10 +19,10 @@ from .functions import POSITIVE, REALS, SCALAR, Interval, guarded
 from .steps import ROW, Program, Step, scalar_steps
 
 _INF = math.inf
-_TINY = 2.0**-24  # what is undefined at 0 is taken to be so up to here
+_TINY = 2.0**-24  # a function that is undefined at 0 counts as undefined up to here
 
 
-# where a step keeps x, and does not fill in its second constant
+# The condition under which a step keeps x, instead of its second constant.
 _JUMPS: dict[str, Callable[[float, float], bool]] = {
     **dict.fromkeys(("threshold", "above", "gate_above"), operator.gt),
     **dict.fromkeys(("fill_below", "at_least", "gate_at_least"), operator.ge),
@@ -30,14 +30,14 @@ _JUMPS: dict[str, Callable[[float, float], bool]] = {
 
 
 def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], float]] | None:
-    """(direction, domain, function) of a scalar step on `x`, or None where it is not monotone there."""
+    """Return (direction, domain, function) of a scalar step on `x`, or None where it is not monotone there."""
     fn, c = step.fn, step.consts
     if any(math.isnan(v) for v in c):
         return None
     if fn == "mul":
         k = c[0]
         if math.isinf(k) or (k == 0 and x.lo == -_INF):
-            return None  # -inf, which a logarithm does yield, times 0 is NaN
+            return None  # -inf, e.g. from a logarithm, times 0 is NaN
         return (1 if k >= 0 else -1), REALS, lambda v: 0.0 if k == 0 else v * k
     if fn == "add" and math.isinf(c[0]):
         return None
@@ -51,9 +51,9 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
             return 1, REALS, lambda v: math.copysign(guarded(lambda u: u**p)(abs(v)), v)
         if p > 0:
             return 1, POSITIVE, guarded(lambda v: v**p)
-        # 1 / -0.0 is -inf, so 0 is out of the domain.
+        # 1 / -0.0 is -inf, so the domain excludes 0.
         return -1, Interval(math.ulp(0.0), _INF), guarded(lambda v: v**p)
-    if fn in _JUMPS:  # from v up to t at t, so v may not exceed t
+    if fn in _JUMPS:  # jumps from v to t at t, so v may not exceed t
         t, v = c
         return (1, REALS, lambda s: s if _JUMPS[fn](s, t) else v) if v <= t else None
     if fn == "fill_above":
@@ -68,7 +68,7 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
         rises = a >= 0 and s >= 0
         return (1, REALS, lambda v: s * (v if v > 0 else a * math.expm1(v))) if rises else None
     if fn == "softplus" and (c[0] <= 0 or c[1] < 15):
-        return None  # it drops by log1p(exp(-threshold)) / beta where it turns linear: from 15 on, under half an ulp
+        return None  # it drops by log1p(exp(-threshold)) / beta where it turns linear, under half an ulp from 15 on
     rising = SCALAR[fn].rises
     if rising is None:
         return None
@@ -78,7 +78,7 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What is known of a scalar program on an interval.
+    """The proved properties of a scalar program on an interval.
 
     direction: 1 non-decreasing, -1 non-increasing, 0 not proved. `failed` is the first step that is not monotone
     on, or not defined on, the interval that reaches it (`reaching`).
@@ -96,7 +96,7 @@ class Proof:
 
 
 def prove(program: Sequence[Step], x: Interval = REALS) -> Proof:
-    """Monotonicity and range of the composition of the scalar steps of `program` on `x`; row steps are skipped."""
+    """Prove monotonicity and range of the composition of the scalar steps of `program` on `x`. Skips row steps."""
     direction = 1
     for step in program:
         if step.fn in ROW:
@@ -119,8 +119,12 @@ _BOUNDED_ABOVE = frozenset("clamp_max minimum fill_above".split())
 
 
 def shared_bounds(program: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """The steps with a bound, a lower and an upper one, at which they have both the value that they have beyond it and
-    a slope: where it is a maximum, a position that is there shares it with those that are beyond and have none."""
+    """Return the steps with a lower bound, and those with an upper bound, that have a slope at the bound although they
+    are constant beyond it.
+
+    If a maximum has the value of such a bound, a position at the bound, which has a slope, ties with positions beyond
+    it, which have none.
+    """
     lower: list[Step] = []
     upper: list[Step] = []
     for at, step in enumerate(program):
@@ -134,7 +138,7 @@ def shared_bounds(program: Sequence[Step]) -> tuple[list[Step], list[Step]]:
 
 
 def undefined(program: Sequence[Step]) -> Step | None:
-    """The first step that may give infinity or NaN for a finite number; None where there is none."""
+    """Return the first step that may give infinity or NaN for a finite number; None where there is none."""
     for at, step in enumerate(program):
         least = _defined_from(step)
         if least is not None and prove(program[:at]).range.lo < least:
@@ -143,7 +147,7 @@ def undefined(program: Sequence[Step]) -> Step | None:
 
 
 def _defined_from(step: Step) -> float | None:
-    """The least number that a step gives a finite number for; None where it does for all."""
+    """Return the least number for which a step gives a finite number; None if it does for all finite numbers."""
     if step.fn in ("log", "log2", "log10"):
         return _TINY
     if step.fn == "pow":
@@ -153,8 +157,10 @@ def _defined_from(step: Step) -> float | None:
 
 
 def steep(program: Sequence[Step]) -> Step | None:
-    """The first step that may have an infinite slope for a finite number; None where there is none, and where a step
-    before it is flat on small numbers up to its bound, so that nothing comes of it."""
+    """Return the first step that may have an infinite slope for a finite number; None where there is none.
+
+    Also None if an earlier step is flat on small numbers up to its bound, because then no gradient passes there.
+    """
     x = torch.tensor(-1e30, dtype=torch.float64)
     for at, step in enumerate(program):
         if step.fn in ROW:
@@ -173,7 +179,7 @@ def steep(program: Sequence[Step]) -> Step | None:
 
 
 def hoistable_suffix(program: Program) -> int:
-    """Index of the first step of the longest row-free suffix that is non-decreasing on all reals."""
+    """Return the index of the first step of the longest row-free suffix that is non-decreasing on all reals."""
     start = len(program)
     best = start
     while start > 0 and program[start - 1].fn not in ROW:

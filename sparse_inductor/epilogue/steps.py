@@ -1,13 +1,12 @@
 """Steps: the elementwise program between a matmul and the reduction that ends it.
 
-A program is a tuple of `Step`. The matcher writes it, the range table proves things about it, and the
-operators execute it: one representation for all three. Its text form is what an operator's `steps` argument
-holds and what a reader of a graph sees:
+A program is a tuple of `Step`. The matcher creates it, `ranges` proves its properties, and the operators execute it:
+one representation for all three. An operator's `steps` argument, which a reader of the graph sees, holds its text form:
 
     "mul(0.125) | row_where(0, -inf) | relu | log1p"
 
 A scalar step maps the running value y to fn(y, *constants). A row step combines y with a per-row operand
-r[i] of shape [..., S] (one number a token, broadcast over the columns):
+r[i] of shape [..., S] (one number for each token, broadcast over the columns):
 
     row_add(i)         y + r[i]
     row_mul(i)         y * r[i]
@@ -56,12 +55,12 @@ Program = tuple[Step, ...]
 
 
 def render(program: Sequence[Step]) -> str:
-    """The text form of a program; `parse` is its inverse."""
+    """Return the text form of a program; `parse` is its inverse."""
     return " | ".join(map(str, program))
 
 
 def scalar_steps(program: Sequence[Step]) -> Program:
-    """A program without its row steps."""
+    """Return a program without its row steps."""
     return tuple(s for s in program if s.fn not in ROW)
 
 
@@ -75,7 +74,7 @@ _MIRRORED = {
 
 
 def simplified(program: Sequence[Step]) -> Program:
-    """A program without the signs that turn back what they turned around: -min(-x, 0) is max(x, 0), tie or not."""
+    """Return a program without pairs of sign changes that cancel: -min(-x, 0) is max(x, 0), also in its ties."""
     if program[-1:] != (_MINUS,):
         return tuple(program)
     *before, _ = program
@@ -105,7 +104,7 @@ def parse(text: str) -> Program:
 
 
 def apply(step: Step, y: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """One step on `y` [..., S, V] with row operands [..., S]; `y` may also hold one value a row, [..., S]."""
+    """Apply one step to `y` [..., S, V] with row operands [..., S]. `y` may also have one value a row, [..., S]."""
     if step.row is None:
         return SCALAR[step.fn].value(y, *step.consts)
     r = rows[step.row]
@@ -121,7 +120,7 @@ def apply(step: Step, y: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> tor
 def run(
     program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """All steps in order."""
+    """Apply all steps in order."""
     for step in program:
         y = apply(step, y, rows)
     return y
@@ -130,7 +129,7 @@ def run(
 def dual(
     program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value and derivative with respect to the input, in one forward sweep.
+    """Return the value and its derivative with respect to the input, in one forward sweep.
 
     `rows` are already gathered to the shape of `y`. A step that is flat at its input makes the derivative
     exactly 0 whatever follows, infinite slopes included (sqrt(relu(x)) at x <= 0), as PyTorch's backward does.
@@ -142,7 +141,8 @@ def dual(
 def dual_parts(
     program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Value, product of the steps' derivatives, and where a step is flat: no gradient, not even NaN, passes there."""
+    """Return the value, the product of the steps' derivatives, and a mask of the elements where a step is flat: no
+    gradient, not even NaN, passes there."""
     slope = torch.ones_like(y)
     flat = torch.zeros_like(y, dtype=torch.bool)
     for step in program:

@@ -1,7 +1,7 @@
 """Where an activation is zero: the zero threshold of a scalar program.
 
 relu(x), relu(x)**2, relu(x - 1), threshold(x, 0.1, 0): each is exactly 0 up to some x, its zero threshold.
-What lies at or below the zero threshold need not be computed, stored or multiplied.
+Elements at or below the zero threshold need not be computed, stored or multiplied.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .functions import SCALAR
 from .ranges import BOUNDED_BELOW
 from .steps import ROW, Step, run
 
-# The smallest normal fp32: a kernel that flushes denormals still tells it from 0.
+# The smallest normal fp32. A kernel that flushes denormals still distinguishes it from 0.
 _TINY = 2.0**-126
 
 
 def zero_threshold(program: Sequence[Step]) -> float | None:
-    """A number t such that the program and its slope are 0 for every x <= t; None if there is none.
+    """Return a number t such that the program and its slope are 0 for every x <= t; None if there is none.
 
-    The largest such t up to rounding: where steps before the rectifier shift or scale x, it errs on the small side,
-    so that what lies above still includes everything that is not zero. A NaN is above every threshold.
+    It is the largest such t up to rounding. Where steps before the rectifier shift or scale x, it errs on the small
+    side, so that all x with a nonzero result are above it. A NaN is above every threshold.
     """
     found = None
-    # What goes back from a bound of the running value to one of x, the last step first.
+    # Functions that map a bound of each step's result to a bound of its input. The last step's is applied first.
     before: list[Callable[[float], float | None]] = []
     exact = True
     for at, step in enumerate(program):
@@ -55,11 +55,11 @@ def zero_threshold(program: Sequence[Step]) -> float | None:
 
 
 def _sign(t: float) -> float | None:
-    """Of a step that rises and is 0 at 0: what it is given is not above 0 where the result is not."""
+    """Return the bound of the input for a bound t of the result, of a step that rises and is 0 at 0."""
     return 0.0 if t == 0 else None
 
 
-# step -> (its constants, a bound of its result) -> the bound of x, if that is known without loss
+# step -> (its constants, a bound of its result) -> the bound of x, if it is exact
 _BEFORE: dict[str, Callable[..., float | None]] = {
     "mul": lambda c, t: t / c if c > 0 else None,
     "add": lambda c, t: t - c,
@@ -73,5 +73,5 @@ _BEFORE: dict[str, Callable[..., float | None]] = {
 
 
 def _at(program: Sequence[Step], x: float) -> float:
-    """The program at a number."""
+    """Return the value of the program at a number."""
     return run(program, torch.tensor(x, dtype=torch.float64)).item()

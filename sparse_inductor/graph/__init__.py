@@ -1,1 +1,2 @@
-"""Graphs as patterns read them: canonical calls, values, versions, views and products, of no family alone."""
+"""Graphs as patterns read them: canonical calls, values, versions, views and products. No module is specific to one
+pattern."""

@@ -1,7 +1,7 @@
 """Axes followed upwards through views, merged and split ones included.
 
-An axis is a tuple of atoms, outermost first: () has one element, (b, h) is two axes in one. Going up through a view
-that merged them, an atom turns out to be several: it is split, and whoever holds it sees its parts.
+An axis is a tuple of atoms, outermost first: () has one element, (b, h) is two axes merged to one. If the walk upwards
+finds a view that merged several axes, an atom is split in place, so that every holder of the atom sees its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .vocabulary import COPIES, VIEWS
 
 
 class Atom:
-    """One axis, or what turned out to be several."""
+    """One axis, or several axes if `parts` is set."""
 
     __slots__ = ("parts", "size")
 
@@ -38,11 +38,11 @@ Axis = tuple[Atom, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A tensor and its axes: an operand, or one that is read beside the scores.
+    """A tensor and its axes: an operand, or a tensor such as a mask or bias that is combined with the scores.
 
-    Of the latter, factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask
-    among the biases, what it adds where it drops. floor: the least that is added. assigned: the index, into a tensor
-    with `axes`, of what is dropped; `node` is then the assignment.
+    For the latter: factor: its constant factor. negate: a mask marks dropped elements, not kept ones. fill: for a mask
+    among the biases, the number that it adds to dropped elements. floor: the least number that is added. assigned: the
+    index of the dropped elements, into a tensor with `axes`; `node` is then the assignment.
     """
 
     node: fx.Node
@@ -58,14 +58,14 @@ class Placed:
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        """What is read, each with its reader."""
+        """The tensors that are read, each with its reader."""
         nodes: list[fx.Node] = [] if self.assigned is not None else [self.tensor]
         fx.map_arg(self.assigned, nodes.append)
         return [(node, self.reader) for node in nodes]
 
     @property
     def tensor(self) -> fx.Node:
-        """What is read."""
+        """The tensor that is read."""
         return stored(self.node)
 
     @property
@@ -74,12 +74,12 @@ class Placed:
 
 
 def fresh(shape: Sequence[Any]) -> list[Axis]:
-    """New axes for a tensor."""
+    """Return new axes for a tensor."""
     return [() if same_size(s, 1) else (Atom(s),) for s in shape]
 
 
 def flat(axis: Axis) -> Axis:
-    """The atoms of an axis, split ones replaced by their parts."""
+    """Return the atoms of an axis, with split atoms replaced by their parts."""
     found: list[Atom] = []
     for atom in axis:
         found += [atom] if atom.parts is None else flat(atom.parts)
@@ -89,7 +89,7 @@ def flat(axis: Axis) -> Axis:
 def beside(
     view: GraphView, node: fx.Node, axes: Sequence[Axis], reader: fx.Node, **fields: Any
 ) -> Placed:
-    """A tensor as `reader` sees it, which broadcasts to one with `axes`. Raises NoMatch."""
+    """Return a tensor that broadcasts to one with `axes`, as `reader` sees it. Raises NoMatch."""
     seen = view.value(node, reader)
     if seen is None:
         raise changed(view, node, reader)
@@ -102,7 +102,7 @@ def beside(
 
 
 def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
-    """The axes of a view's input, given those of its result."""
+    """Return the axes of a view's input, given those of its result. Raises NoMatch."""
     before, n = view.shape(call["input"]), len(axes)
     order = order_of(call, n)
     if order is not None:
@@ -120,7 +120,7 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
 
 
 def before(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
-    """The axes of the input of what keeps every value: a view, a copy, or a cast that rounds nothing."""
+    """Return the axes of the input of a view, a copy, or a cast without rounding. Raises NoMatch for other calls."""
     dtype, wider = view.dtype(call["input"]), view.dtype(node)
     floats = dtype.is_floating_point and wider.is_floating_point
     if call.name in COPIES or (call.name == "cast" and floats and not rounds(wider, dtype)):
@@ -138,10 +138,10 @@ def originals(
     step: Callable[..., list[Axis]] = before,
     memory: bool = False,
 ) -> Iterator[tuple[fx.Node, list[Axis], fx.Node]]:
-    """A tensor and what it has its values of, one of the other, each with its axes and its reader.
+    """Yield a tensor and, going up, the tensors from which it takes its values, each with its axes and its reader.
 
-    step: the axes of a call's input; raises NoMatch where that is followed no further. memory: the last one may be a
-    tensor a part of which is written in place, as of a cache: what its reader reads is not what its node says.
+    step: returns the axes of a call's input, or raises NoMatch to end the walk. memory: the last tensor may be one that
+    is partly written in place, such as a cache, so that its reader does not see the result of its node.
     """
     yield node, list(axes), reader
     while view.value(node, reader) is node:
@@ -162,7 +162,7 @@ def originals(
 
 
 def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
-    """Only indexing that adds or drops axes of one element, or takes everything."""
+    """As `above`, for indexing that only adds or drops axes of size 1."""
     shape = view.shape(call["input"])
     before: list[Axis] = []
     items = expanded_index(call["index"], len(shape)) or ()
@@ -184,7 +184,7 @@ def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -
 
 
 def regrouped(before: tuple, after: tuple, axes: Sequence[Axis], node: fx.Node) -> list[Axis]:
-    """reshape: axes of one element do not count; the rest is matched from both ends, then by products."""
+    """As `above`, for a reshape. Ignores axes of size 1, and matches the others from both ends, then by products."""
     result: list[Axis] = [()] * len(before)
     b = [i for i, s in enumerate(before) if not same_size(s, 1)]
     a = [i for i, s in enumerate(after) if not same_size(s, 1)]
@@ -216,7 +216,7 @@ def _product(shape: tuple, which: Sequence[int]) -> Any:
 
 
 def _part(size: Any, have: Any, more: Any) -> int | None:
-    """What `have` lacks to be `size`, if that is a part of `more`."""
+    """Return size // have if an axis of size `more` can be split into that and another factor; else None."""
     if not all(isinstance(s, int) for s in (size, have, more)) or size % have:
         return None
     left = size // have
@@ -226,7 +226,7 @@ def _part(size: Any, have: Any, more: Any) -> int | None:
 def _group(
     result: list[Axis], sizes: list[Any], where: list[int], axes: list[Axis], node: fx.Node
 ) -> None:
-    """Give the axes `where` of the input, of `sizes`, the atoms of `axes`."""
+    """Distribute the atoms of `axes` over the input's axes `where`, which have `sizes`."""
     atoms = [atom for axis in axes for atom in flat(axis)]
     if len(where) > 1 and len(atoms) == 1:
         atoms[0].parts = tuple(Atom(s) for s in sizes)
@@ -236,7 +236,7 @@ def _group(
         while atoms and not (taken and same_size(math.prod(t.size for t in taken), size)):
             atom = atoms.pop(0)
             left = _part(size, math.prod(t.size for t in taken), atom.size)
-            if left is not None:  # its first part belongs to this axis, the rest to the next one
+            if left is not None:  # its first part belongs to this axis, the rest to the next
                 atom.parts = Atom(left), Atom(atom.size // left)
                 atom, rest = atom.parts
                 atoms.insert(0, rest)

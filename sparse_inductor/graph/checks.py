@@ -1,4 +1,4 @@
-"""What has to hold for a match: who else reads what it would take away, whether its inputs are still what they were."""
+"""Conditions of a match: its nodes are not read elsewhere, its inputs are unchanged, and gradients are preserved."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ACCUMULATIONS = frozenset(
     "index_add scatter scatter_add scatter_reduce index_put embedding_bag".split()
 )
 
-# Of those, what autocast of a GPU gives the widest dtype of its operands.
+# Those whose operands autocast on a GPU promotes to the widest dtype among them.
 _PROMOTED = frozenset(("index_put", "scatter_add"))
 
-# Functions that autograd keeps the result of: their gradient reads what is written to it through `detach()` or `.data`.
+# Functions whose result autograd saves. Their gradient reads it with any writes through `detach()` or `.data`.
 _SAVE_THEIR_RESULT = frozenset(
     "amax amin relu sigmoid tanh exp expm1 sqrt rsqrt reciprocal softmax "
     "entmax15 sparsemax entmax_bisect sparsemax_bisect".split()
@@ -38,23 +38,23 @@ M = TypeVar("M", bound=Match)
 
 
 def check_device(node: fx.Node) -> None:
-    """Raises NoMatch where a node's result is on a device that the operators do not run on."""
+    """Raises NoMatch where a node's result is on a device without operators."""
     if fake(node).device.type not in _DEVICES:
         raise NoMatch(f"there is no operator for {fake(node).device}", node)
 
 
 def check_operands(node: fx.Node, *tensors: fx.Node) -> None:
-    """The same, and where one of the operator's tensors is a DTensor."""
+    """As `check_device`; also raises NoMatch where one of the operator's tensors is a DTensor."""
     check_device(node)
     if any(is_distributed(fake(t)) for t in (node, *tensors)):
         raise NoMatch("the operator takes whole tensors, not DTensors", node)
 
 
 def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, learnt: bool) -> None:
-    """Raises NoMatch where one of the nodes up to `end` is in another grad mode, or (with `learnt`) passes no gradient
-    on to what the operator has one for."""
+    """Raises NoMatch where one of the nodes up to `end` runs in another grad mode, or (with `learnt`) passes on no
+    gradient although the operator would."""
     for n in nodes:
-        whole = n if view.is_tensor(n) else n.args[0]  # an assignment is no tensor
+        whole = n if view.is_tensor(n) else n.args[0]  # an assignment has no result
         if view.records(n) != view.records(end):
             raise _cut(view, end if view.records(n) else n)
         if learnt and not view.requires_grad(whole):
@@ -62,17 +62,17 @@ def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, lear
 
 
 def check_match(view: GraphView, match: Match) -> None:
-    """Raises NoMatch where the operator of a match would see other values than the program, leave out a write, or pass
+    """Raises NoMatch where the operator of a match would see other values than the program, omit a write, or pass on
     another gradient.
 
-    A match may say more of itself. reads: what its operator reads further up than the nodes it replaces do, each with
-    the node that reads it now. at: the node before which its operator goes in, instead of the anchor. ends: further
-    nodes that are replaced. kept: nodes whose write stays. settled: nodes whose gradient, taken as one function, is
-    known to be the operator's, whatever they do to single values.
+    A match may have further attributes. reads: tensors that its operator reads further up than the replaced nodes do,
+    each with the node that reads it in the program. at: the node before which its operator is inserted, instead of the
+    anchor. ends: further nodes that are replaced. kept: nodes whose write stays. settled: nodes whose gradient, taken
+    together as one function, is known to equal that of the operator, so that each of them is not checked.
     """
     inside = {*match.matched_nodes, match.anchor}
     if len({view.in_inference_mode(n) for n in inside if n.op.startswith("call")}) > 1:
-        # AOTAutograd takes no views there of tensors from outside, which an operator's operands may be.
+        # In inference mode AOTAutograd takes no views of outside tensors, and operands may be such views.
         raise NoMatch("a part of it is computed in inference mode, the rest is not", match.anchor)
     at = getattr(match, "at", match.anchor)
     reads = [
@@ -94,7 +94,7 @@ def check_match(view: GraphView, match: Match) -> None:
 
 
 def _check_dtypes(view: GraphView, node: fx.Node) -> None:
-    """Raises NoMatch for operands of different dtypes: Dynamo traces them, and PyTorch refuses them when it runs."""
+    """Raises NoMatch for operands of different dtypes: Dynamo traces such a call, but PyTorch raises at run time."""
     name = view.name_of(node)
     accumulates = name in _ACCUMULATIONS
     if not (accumulates or name in PRODUCTS) or not view.is_tensor(node):
@@ -104,8 +104,8 @@ def _check_dtypes(view: GraphView, node: fx.Node) -> None:
     if accumulates:
         if autocasts and name in _PROMOTED and fake(node).device.type == "cuda":
             return
-        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}  # beside their ids
-    elif autocasts and torch.float64 not in dtypes:  # which autocast leaves as it is
+        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}  # without the indices
+    elif autocasts and torch.float64 not in dtypes:  # autocast does not cast float64
         return
     if len(dtypes) > 1:
         named = " and ".join(sorted(map(str, dtypes)))
@@ -120,7 +120,7 @@ def _check_memory(
     at: fx.Node,
     ends: Collection[fx.Node],
 ) -> None:
-    # Their own writes are gone with them, where nothing keeps one of them in the graph.
+    # The writes of the nodes disappear with them, unless a user outside keeps one of them in the graph.
     gone = nodes if all({*n.users} <= {*nodes} for n in nodes if n not in ends) else ()
     for source, reader in reads:
         first, last = sorted((reader, at), key=view.order.__getitem__)
@@ -136,7 +136,7 @@ def _check_memory(
 def _seen_later(
     view: GraphView, target: fx.Node, writer: fx.Node, nodes: Collection[fx.Node]
 ) -> bool:
-    """Whether somebody else may see what a writer wrote to a tensor that was made before."""
+    """Whether a node other than the matched ones may read what `writer` wrote to `target`."""
     sharing = view.effects.sharing(target)
     return sharing is None or any(
         view.order[reader] > view.order[writer] and reader not in nodes
@@ -153,8 +153,8 @@ def _check_gradient(
     reads: Iterable[tuple[fx.Node, fx.Node]],
     at: fx.Node,
 ) -> None:
-    """Raises NoMatch where something that the match reads requires a gradient, and what the operator passes on to it
-    is not what the program does."""
+    """Raises NoMatch where a tensor that the match reads requires a gradient, and the operator would pass on a gradient
+    that differs from the program's."""
     ends = [match.anchor, *getattr(match, "ends", ())]
     wanted = {n for n in ends if any(t.requires_grad for t in tensors_in(fake(n)))}
     if not view.records(at):
@@ -173,7 +173,7 @@ def _check_gradient(
     given = {t: by for by, ts in view.effects.writers.items() if gives_memory(by) for t in ts}
     for source, _ in reads if given else ():
         for one in made_of(source):
-            if one in given:  # a view of it keeps the memory that it had
+            if one in given:  # a view keeps the previous memory
                 raise NoMatch(f"{label(one)} is given other memory", given[one])
     for source, reader in reads:
         if (by := view.effects.past_autograd(source, at)) is not None:
@@ -184,7 +184,7 @@ def _check_gradient(
             why = "is made of, and autograd may compute that once more afterwards"
             raise NoMatch(f"{label(by)} writes to an input that {label(source)} {why}", by)
         for by in view.effects.writers_to(source):
-            if compat.is_higher_order(by.target):  # AOTAutograd computes a checkpoint once more
+            if compat.is_higher_order(by.target):  # AOTAutograd recomputes a checkpoint
                 why = f"writes to {label(source)}, and may again before the gradient reads it"
                 raise NoMatch(f"the body of {label(by)} {why}", by)
         if view.in_inference_mode(source):
@@ -205,8 +205,10 @@ def _check_gradient(
 
 
 def _unsaved(view: GraphView, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """What the gradient of a function reads as it is by then, and what to call that: its result, and what the
-    bisections keep of alpha without autograd's knowledge."""
+    """Yield the tensors, with their names for messages, that a function's backward reads in their state by then.
+
+    These are the result, and alpha, which the bisections keep without autograd's knowledge.
+    """
     call = view.call(node)
     if call.name not in _SAVE_THEIR_RESULT:
         return
@@ -217,7 +219,7 @@ def _unsaved(view: GraphView, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _differentiable(view: GraphView, node: fx.Node) -> bool:
-    """Not what is true or false, or counts: a comparison passes no gradient to what it compares, detached or not."""
+    """Whether a result can have a gradient. Booleans and integers cannot: a comparison passes on none anyway."""
     if not view.is_tensor(node):
         return True
     dtype = view.dtype(node)
@@ -225,7 +227,7 @@ def _differentiable(view: GraphView, node: fx.Node) -> bool:
 
 
 def _cuts(view: GraphView, node: fx.Node) -> bool:
-    """Whether a node computes numbers from some that a gradient is asked of, and passes none on."""
+    """Whether a node computes numbers from tensors that require a gradient, and passes no gradient on to them."""
     whole = stored(node)
     if not view.is_tensor(whole) or not view.dtype(whole).is_floating_point:
         return False
@@ -242,12 +244,12 @@ def _cut(view: GraphView, node: fx.Node) -> NoMatch:
 def outside_no_grad(
     view: GraphView, nodes: Collection[fx.Node], at: fx.Node, where: str
 ) -> fx.Node:
-    """Where an operator goes in that is to stand at `at`: before the region without gradients that `at` is in, if the
-    nodes that it takes the place of are outside.
+    """Return the node before which to insert an operator that should stand at `at`. If `at` is in a region without
+    gradients and the replaced nodes are not, that is a place before the region.
 
-    Raises NoMatch where one of them is in such a region and others are not.
+    Raises NoMatch where some of the replaced nodes are in such a region and others are not.
     """
-    # A comparison, and what is made of one, passes no gradient on in any mode.
+    # Comparisons and their results are ignored: they pass on no gradient in any mode.
     ordered = [
         n
         for n in sorted(nodes, key=view.order.__getitem__)
@@ -265,8 +267,10 @@ def outside_no_grad(
 
 
 def only_read_by(view: GraphView, anchor: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The anchor with those of the nodes above it, the nearest first, that are read for it alone, up to the first that
-    is not."""
+    """Return the anchor and the nodes above it that are read for it alone, up to the first that is also read elsewhere.
+
+    nodes: the nodes above the anchor, the nearest first.
+    """
     found = {anchor}
     for n in nodes:
         if not {*view.readers(n)} <= found:
@@ -281,7 +285,7 @@ def outside_readers(
     inside: Collection[fx.Node],
     ends: Collection[fx.Node],
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(node, reader) for every reader that is not `inside` of a matched node that is not one of `ends`."""
+    """Yield (node, reader) for every reader outside `inside` of one of `nodes`, except of those in `ends`."""
     for n in nodes:
         if n not in ends:
             yield from ((n, reader) for reader in view.readers(n) if reader not in inside)
@@ -290,10 +294,11 @@ def outside_readers(
 def without_outside_readers(
     matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str]
 ) -> tuple[list[M], list[Miss]]:
-    """Matches whose nodes nobody else reads, and misses for the rest.
+    """Return the matches whose nodes are not read elsewhere, and misses for the rest.
 
-    Matches may share nodes, and say which ones of theirs are `open` to others. `name(match, node)` is what a miss calls
-    the result of a node ("the scores are"). It points at the reader, or at the node where that is returned as it is.
+    Matches may share nodes. The nodes in a match's `open` attribute may be read elsewhere. `name(match, node)` returns
+    the words for the result of a node ("the scores are"). A miss points at the reader, or at the node if the graph
+    returns it directly.
     """
     accepted, misses = list(matches), []
     while True:
@@ -308,7 +313,7 @@ def without_outside_readers(
             node, reader = found
             at = node if reader.op == "output" else reader
             while view.name_of(reader) in SHAPE_OPS and len(reader.users) == 1:
-                reader = next(iter(reader.users))  # the view is not what the user asks about
+                reader = next(iter(reader.users))  # report the reader of a view, not the view
             how = "returned" if reader.op == "output" else f"read by {label(reader)}"
             misses.append(Miss(f"{name(m, node)} also {how}", at))
         if len(kept) == len(accepted):

@@ -1,7 +1,8 @@
 """Every spelling of a product of two tensors in one form: letters for axes, as in an einsum.
 
-A linear, a matmul of whatever batches, an addmm, an einsum, a tensordot, a convolution of width 1 and a product that
-is summed up are read here and nowhere else. What an operand is, a weight or a batch of keys, is for whoever asks.
+A linear, a matmul with any batch axes, an addmm, an einsum, a tensordot, a convolution of width 1, and a product
+followed by a sum are read here and nowhere else. The callers decide on the role of an operand: a weight, or a batch of
+keys.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ Letters = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A factor and its axes: a letter each, None for an axis of one element that is broadcast.
+    """A factor and its axes: a letter for each, or None for an axis of size 1 that is broadcast.
 
-    written: a part of it was written in place before it is read (a cache of keys, say), so that it is the memory of
-    `node` that is multiplied and not what `node` says.
+    written: a part of it was written in place before it is read, as in a cache of keys, so that the factor is the
+    contents of the memory of `node` and not the result of `node`.
     """
 
     node: fx.Node
@@ -38,8 +39,9 @@ class Operand:
 class Contraction:
     """out[axes] = scale * sum over the letters that are not in `axes` of a * b, plus factor * bias.
 
-    nodes: what does it, the product first. bias: a tensor that broadcasts to the result, or None; of a linear and of
-    a convolution [V], along `bias_dim` of the result. weight: whether `b` is one, as the second argument of those is.
+    nodes: the nodes that compute it, the product first. bias: None, or a tensor that broadcasts to the result, and its
+    factor; for a linear and a convolution the tensor is [V], along `bias_dim` of the result. weight: whether `b` is a
+    weight by its position, as the second argument of a linear and a convolution.
     """
 
     node: fx.Node
@@ -69,7 +71,7 @@ class Contraction:
 
 @remembered
 def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
-    """How `node` is a product of two tensors; None if it is not."""
+    """Return `node` as a product of two tensors; None if it is not one."""
     call = view.call(node)
     read = _READERS.get(call.name)
     if read is None:
@@ -79,7 +81,7 @@ def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
 
 
 def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -> Operand | None:
-    """The operand as `reader` sees it; axes of one element get no letter."""
+    """Return an operand as `reader` sees it; None if its axes do not match."""
     if not view.is_tensor(node) or len(view.shape(node)) != len(axes):
         return None
     seen = view.value(node, reader)
@@ -98,9 +100,9 @@ def _product(
     out: Sequence[str],
     **fields: Any,
 ) -> Contraction | None:
-    """x with the axes `xs` times y with the axes `ys`; None where an axis occurs twice in one of them: a diagonal.
+    """Return x with the axes `xs` times y with the axes `ys`; None where an operand has an axis twice (a diagonal).
 
-    Letters of axes that have one element in one operand, and more or none in the other, are taken off the first.
+    An axis that has size 1 in one operand, and another size or no counterpart in the other, loses its letter.
     """
     if any(len(set(s)) != len(s) for s in ([c for c in xs if c], [c for c in ys if c], out)):
         return None
@@ -112,7 +114,7 @@ def _product(
         for letter, s in zip(o.axes, view.shape(o.node)):
             if letter is not None and (letter not in size or same_size(size[letter], 1)):
                 size[letter] = s
-    # An axis of one element in both operands, or in the result, is one all the same.
+    # An axis of size 1 in both operands, or in the result, keeps its letter.
     ones = {c for c in ({*a.axes} & {*b.axes}) | {*out} if c in size and same_size(size[c], 1)}
 
     def trimmed(o: Operand) -> Operand:
@@ -130,7 +132,7 @@ def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 
 def _multi_dot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
-    """Of two tensors alone: of more, what is between the products is no node."""
+    """Read a product of exactly two tensors. With more, the intermediate products have no nodes."""
     if len(tensors := listed(call["tensors"])) != 2 or not all(map(view.is_tensor, tensors)):
         return None
     return _of_matrices(view, node, *tensors)
@@ -163,7 +165,7 @@ def _linear(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 
 def _conv(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
-    """A convolution of width 1 is a linear over the channel axis: [B, D, S, ...] -> [B, V, S, ...]."""
+    """Read a convolution of width 1, a linear over the channel axis: [B, D, S, ...] -> [B, V, S, ...]."""
     x, w = call["input"], call["weight"]
     sizes = view.shape(w)[2:]
 
@@ -181,7 +183,7 @@ def _conv(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 
 def _with_weight(bias: Any, dim: int) -> dict[str, Any]:
-    """The fields of a product with a weight and perhaps a bias."""
+    """Return the fields of a product with a weight and perhaps a bias."""
     if not isinstance(bias, fx.Node):
         return {"weight": True}
     return {"weight": True, "bias": (bias, 1.0), "bias_dim": dim}
@@ -201,7 +203,7 @@ def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 
 def _side_by_side(view: GraphView, x: Any, y: Any) -> tuple[list[str], list[str], list[str]]:
-    """The letters of x, y and x * y."""
+    """Return the letters of x, y and x * y."""
     n, m = len(view.shape(x)), len(view.shape(y))
     names = [f"m{i}" for i in range(max(n, m))]
     return names[len(names) - n :], names[len(names) - m :], names
@@ -222,7 +224,7 @@ def _tensordot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None
 def _over(
     view: GraphView, node: fx.Node, a: Any, b: Any, first: Sequence[int], second: Sequence[int]
 ) -> Contraction | None:
-    """A product over the axes `first` of a and `second` of b."""
+    """Return the product over the axes `first` of a and `second` of b."""
     if len(first) != len(second):
         return None
     xs = [f"a{i}" for i in range(len(view.shape(a)))]
@@ -243,7 +245,7 @@ def _einsum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
 
 
 def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
-    """The operands of an einsum, their letters and those of the result, each axis of an ellipsis a capital."""
+    """Return the operands of an einsum, their letters and those of the result. Axes of an ellipsis are capitals."""
     operands, equation = call.get("operands", ()), call["equation"]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
@@ -271,7 +273,7 @@ def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, .
 
 
 def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
-    """(a * b).sum(dim)"""
+    """Read (a * b).sum(dim)."""
     product = call["input"]
     inner = view.call(product)
     if inner.name != "mul" or inner.inplace or call.get("dtype") is not None:

@@ -1,9 +1,9 @@
 """Which nodes write memory, and which value of a tensor a reader sees.
 
-A Dynamo graph is not functional: `x.relu_()` or `x[~mask] = 0` as a statement changes what later readers of the
-node `x` get. Storage identity of the fake tensors says what aliases what. What is not known to leave its operands
-alone is taken to write them all: a NumPy call, a function that somebody allowed in the graph, an operator of higher
-order without a body.
+A Dynamo graph is not functional: `x.relu_()` or `x[~mask] = 0` as a statement changes the value that later readers of
+the node `x` get. Aliases are found by the storages of the fake tensors. A call that is not known to leave its operands
+unchanged is assumed to write them all: a NumPy call, a function that was allowed in the graph, a higher-order operator
+without a body.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _GIVEN = ("placeholder", "get_attr")
 _REGRADES = frozenset(("detach_", "requires_grad_"))
 
-At = TypeVar("At")  # a node, or more than that
+At = TypeVar("At")  # a node, or a tuple with one
 
 
 def _in_place(op: str, target: Any) -> bool:
-    """Whether the name alone says that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
+    """Whether the name shows that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
     name = target if op == "call_method" else getattr(target, "__name__", "")
     if getattr(target, "__module__", "") == "_operator" or name.endswith("__"):
         return name.strip("_") == "setitem" or name.strip("_") in INPLACE_OPERATORS
     return name.endswith("_")
 
 
-# Functions whose schemas do not say that they write in the middle: what asks for it, and which arguments.
+# Functions with writes that their schemas do not declare: the argument that enables them, and the written arguments.
 _STATISTICS = ("running_mean", "running_var")
 _UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
     "batch_norm": ("training", _STATISTICS),
@@ -54,14 +54,14 @@ _UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @functools.lru_cache(maxsize=4096)
 def _schemas(name: str) -> tuple[Any, ...]:
-    """The schemas of ATen's operators of that name."""
+    """Return the schemas of ATen's operators with a name."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return compat.schemas(packet)  # "__eq__" is what every object has, and no operator
+    return compat.schemas(packet)  # may be a method of any object, like "__eq__"
 
 
 class _Written(NamedTuple):
-    """An argument that a schema says is written: its place, None where it is given by name alone, its name, and
-    whether it is a list of tensors."""
+    """An argument that a schema declares as written: its position (None if keyword-only), its name, and whether it is a
+    list of tensors."""
 
     at: int | None
     name: str
@@ -69,11 +69,12 @@ class _Written(NamedTuple):
 
 
 class _Habit(NamedTuple):
-    """What the target of a call says of what it writes, whatever its arguments are.
+    """The writes of a call as far as its target determines them, independent of the arguments.
 
-    operator: it has schemas of its own. foreign: nobody knows what it writes, as of NumPy's functions; autograd learns
-    nothing of it. first: its name says that it writes its first argument. unsaid: it may write more, of which neither
-    its name nor its schemas speak. quiet: it writes nothing that no keyword tells it to.
+    operator: the target has schemas itself. foreign: its writes are unknown, as for NumPy's functions, and autograd
+    does not see them. first: its name shows that it writes its first argument. by_schema: the arguments that schemas
+    declare as written. unsaid: it may have writes that neither its name nor its schemas declare. quiet: it writes
+    nothing unless a keyword argument requests it.
     """
 
     name: str
@@ -107,7 +108,7 @@ def _habit(op: str, target: Any) -> _Habit:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes whose memory this call writes, or may."""
+    """Return the argument nodes whose memory this call writes, or may write."""
     if node.op == "call_module":
         return _tensors(node)
     if node.op not in ("call_function", "call_method"):
@@ -130,7 +131,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     for at, name, several in habit.by_schema:
         given = args[at] if at is not None and at < len(args) else kwargs.get(name)
         if isinstance(given, (tuple, list)) == several:
-            out.append(given)  # else it is TorchScript's function of lists of that name
+            out.append(given)  # else TorchScript's list function of this name
     if habit.unsaid:
         out += _unsaid(target, args, kwargs)
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
@@ -139,7 +140,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 def reached(
     start: Iterable[At], step: Callable[[At], Iterable[At]], most: float = math.inf
 ) -> Iterator[At]:
-    """The nodes that are reached from some, the nearest first, each once: `step` says where a node leads to."""
+    """Yield the nodes reachable from `start`, breadth first, each once. `step` returns the successors of a node."""
     queue, seen = deque(start), set[At]()
     while queue and len(seen) < most:
         node = queue.popleft()
@@ -150,8 +151,10 @@ def reached(
 
 
 def taken_apart(whole: At, apart: Callable[[At], Sequence[At]], most: int = 32) -> list[At]:
-    """What it is made of, in order: `apart` gives the parts of one, or none. More than `most` are not taken apart, for
-    `k & k` is twice as many each time."""
+    """Return the parts of `whole` in order. `apart` returns the parts of one of them, or none.
+
+    Stops at `most` parts, because nested expressions such as `k & k` double their number at each level.
+    """
     found: list[At] = []
     left = [whole]
     while left and len(found) + len(left) <= most:
@@ -163,12 +166,12 @@ def taken_apart(whole: At, apart: Callable[[At], Sequence[At]], most: int = 32) 
 
 
 def made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and all that goes into it."""
+    """Yield the node and all nodes that it is computed from."""
     return reached([node], lambda n: n.all_input_nodes)
 
 
 def gives_memory(node: fx.Node) -> bool:
-    """Whether it is what `tensor.data = other` is in a graph."""
+    """Whether a node is an assignment `tensor.data = other`."""
     return getattr(node.target, "__name__", node.target) in ("set_", "shallow_copy_data_")
 
 
@@ -185,7 +188,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _by_bodies(node: fx.Node) -> list[fx.Node]:
-    """What an operator of higher order writes: nothing, if its bodies are there and leave alone what they are given."""
+    """Return the arguments that a higher-order operator may write: none if no body of it writes its inputs."""
     bodies = [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
     if bodies and not any(map(_writes_inputs, bodies)):
         return []
@@ -205,14 +208,14 @@ def _unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     when, names = _UNSAID[name]
     try:
         parameters = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a builtin: as ATen has it
+    except (TypeError, ValueError):  # a builtin has the parameters of ATen's schema
         parameters = [a.name for schema in _schemas(name)[:1] for a in schema.arguments]
     bound = {**dict(zip(parameters, args)), **kwargs}
     return [bound.get(n) for n in names] if bound.get(when) not in (False, None) else []
 
 
 def _is_result(writer: fx.Node, target: fx.Node) -> bool:
-    """Whether what a call returns is what it wrote: not so for `out=(values, indices)` and lists of tensors."""
+    """Whether a call returns the tensor that it wrote, unlike with `out=(values, indices)` or lists of tensors."""
     value = fake(writer)
     if value is None:
         return name_of(writer) == "setitem"
@@ -221,17 +224,17 @@ def _is_result(writer: fx.Node, target: fx.Node) -> bool:
 
 
 def _follows(target: fx.Node, node: fx.Node) -> bool:
-    """Whether autograd records of a node what is written through another: not through `node.detach()`."""
+    """Whether autograd records a write through `target` as a change of `node`: not if that is `node.detach()`."""
     return target is node or not fake(node).requires_grad or fake(target).requires_grad
 
 
-# What changes nothing where its argument and its result are alike, and what changes nothing with a number.
+# Calls that copy their argument if the result has the same geometry, and calls that copy it with a neutral operand.
 _SAME = COPIES | frozenset("cast repeat tile pad cat".split())
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}
 
 
 def _copy_of(node: fx.Node) -> fx.Node | None:
-    """The argument whose values a call puts into memory of its own, laid out as they are there."""
+    """Return the argument whose values a call copies unchanged, in the same layout; None for other calls."""
     name, given = name_of(node), node.all_input_nodes
     if len(given) != 1 or not all(isinstance(fake(n), torch.Tensor) for n in (node, *given)):
         return None
@@ -242,7 +245,7 @@ def _copy_of(node: fx.Node) -> fx.Node | None:
 
 
 class Effects:
-    """Writes of a graph, by storage. Storages are looked up only in graphs that write at all."""
+    """The writes of a graph, by storage. Storages are looked up only if the graph has writes."""
 
     def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
         self._graph, self._order = graph, order
@@ -267,7 +270,7 @@ class Effects:
     def _creator(self) -> dict[int, fx.Node]:
         creator: dict[int, fx.Node] = {}
         for node in self._graph.nodes:
-            if isinstance(fake(node), torch.Tensor):  # a pair's parts count when they are taken out
+            if isinstance(fake(node), torch.Tensor):  # of a tuple, the getitem nodes count
                 for key in self._of(node) - {UNKNOWN}:
                     creator.setdefault(key, node)
         return creator
@@ -289,10 +292,10 @@ class Effects:
         return sorted(found, key=lambda e: self._order[e[0]])
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
-        """The node whose result `reader` sees when it reads `node`: the last whole write, or the node itself.
+        """Return the node whose result `reader` sees when it reads `node`: the last write of all of it, or itself.
 
-        None where the last write went through a view of other shape, or past autograd, so that no single node is the
-        value. A reader that is a view reads what it shows alone.
+        None where the last write went through a view of another shape, or past autograd, so that no single node has the
+        value. A reader that is a view reads only the elements that it shows.
         """
         if not self.writers:
             return node
@@ -307,18 +310,18 @@ class Effects:
         return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
     def last_write(self, node: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The last write that `reader` may see when it reads `node`: the writer, and the tensor that it is given."""
+        """Return the last write that `reader` may see when it reads `node`: the writer, and the tensor passed to it."""
         return self._between(node, self._order[node], self._order[reader])[-1]
 
     def changes(
         self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
     ) -> list[tuple[fx.Node, fx.Node]]:
-        """Who writes to the memory of `node` between two points, each with the tensor that it is given."""
+        """Return the writers to the memory of `node` between two points, each with the tensor passed to it."""
         events = self._between(node, self._order[since], self._order[until])
         return [(writer, target) for writer, target in events if writer not in but]
 
     def sharing(self, node: fx.Node) -> list[fx.Node] | None:
-        """The nodes of the memory of `node`; None where it is an input's, or may be anybody's."""
+        """Return the nodes that share the memory of `node`; None where it is an input's memory, or unknown."""
         keys = self._of(node)
         creators = self.creators(node)
         if UNKNOWN in keys or any(c is None or c.op in _GIVEN for c in creators):
@@ -326,7 +329,7 @@ class Effects:
         return [n for n in self._graph.nodes if not keys.isdisjoint(self._of(n))]
 
     def returned(self, node: fx.Node) -> bool:
-        """Whether the graph returns the memory of `node` to its caller, or would without what Inductor leaves out."""
+        """Whether the graph returns the memory of `node` to its caller, perhaps only after Inductor removes copies."""
         return not self._of(node).isdisjoint(self._results)
 
     @functools.cached_property
@@ -340,13 +343,13 @@ class Effects:
         return frozenset(found)
 
     def copied(self, node: fx.Node) -> list[fx.Node]:
-        """What the memory of `node` is nothing but a copy of: Inductor may use the same memory for both."""
+        """Return the nodes that the memory of `node` is a mere copy of. Inductor may share one memory between them."""
         creators = [c for c in self.creators(node) if c is not None and not self.writers_to(c)]
         return [source for c in creators if (source := _copy_of(c)) is not None]
 
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
-        """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does
-        not count the writes to."""
+        """Return a writer to the memory of `node` after `since` whose write autograd does not record or count; None if
+        there is none."""
         for writer, target in self._between(node, self._order[since], len(self._order)):
             if not _follows(target, node) or (writer, target) in self._uncounted:
                 return writer
@@ -354,7 +357,7 @@ class Effects:
 
     @functools.cached_property
     def _uncounted(self) -> set[tuple[fx.Node, fx.Node]]:
-        """The writes that autograd does not count, each with the tensor that is given to its writer."""
+        """The writes that do not increase autograd's version counter, as pairs of writer and tensor passed to it."""
         through_data: set[fx.Node] = set()  # `.data` of a tensor, and views of it
         for node in self._graph.nodes if self.writers else ():
             source = node.args[0] if node.args else None
@@ -369,9 +372,9 @@ class Effects:
         }
 
     def given_and_written(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
-        """Who writes after `since` to an input of the graph that `node` is made of, or is.
+        """Return a writer, after `since`, to an input of the graph that `node` is, or is computed from.
 
-        AOTAutograd's partitioner may save such an input and compute `node` in the backward from what it holds then.
+        AOTAutograd's partitioner may save such an input and recompute `node` in the backward from its later contents.
         """
         later = {
             key: writer
@@ -386,7 +389,7 @@ class Effects:
 
     @functools.cached_property
     def _given_written(self) -> list[tuple[fx.Node, int]]:
-        """Who writes to inputs of the graph, each with their memory."""
+        """The writers to inputs of the graph, each with the storage that it writes."""
         return [
             (writer, key)
             for writer, targets in self.writers.items()
@@ -396,24 +399,24 @@ class Effects:
         ]
 
     def creators(self, node: fx.Node) -> set[fx.Node | None]:
-        """The nodes that first held the memory of `node`; None stands for one that is not known."""
+        """Return the nodes that first held the memory of `node`. None stands for an unknown node."""
         return {self._creator.get(key) for key in self._of(node)} or {None}
 
     def writers_to(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that write to the memory of `node`."""
+        """Return the nodes that write to the memory of `node`."""
         if not self.writers:
             return []
         return [writer for key in self._of(node) for writer, _ in self._writes.get(key, ())]
 
     def creator(self, node: fx.Node) -> fx.Node | None:
-        """The node that first held the memory of `node`, if it is one."""
+        """Return the node that first held the memory of `node`, if it is a single one."""
         found = self.creators(node)
         return found.pop() if len(found) == 1 else None
 
     def regraded(self, node: fx.Node) -> fx.Node | None:
-        """Who says that a tensor, or another one of its memory, follows gradients from there on, or no longer does.
+        """Return a call of detach_() or requires_grad_() on a tensor that shares the memory of `node`.
 
-        Its fake tensor knows what holds in the end alone.
+        The fake tensor shows only whether the tensor requires a gradient at the end of the graph.
         """
         for writer in self._regrading:
             if not self._of(writer.args[0]).isdisjoint(self._of(node)):

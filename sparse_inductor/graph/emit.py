@@ -1,4 +1,4 @@
-"""Inserting nodes with fake values, so that whoever looks at the graph next finds what Dynamo would have left."""
+"""Inserting nodes with fake values, so that later passes find the same metadata as on nodes from Dynamo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MADE_AGAIN = 8
 
 
 def own_operator(name: str) -> Callable[..., Any]:
-    """This package's operator of that name. All are defined when the first is asked for: few programs have one."""
+    """Return an operator of this package. The first call defines all of them, because few programs need any."""
     importlib.import_module(f"{__package__.partition('.')[0]}.ops")
     overload: Callable[..., Any] = getattr(torch.ops.sparse_inductor, name).default
     return overload
@@ -38,18 +38,19 @@ class Emitter:
             return self._annotate(self._graph.call_function(target, args, kwargs))
 
     def declared(self, make: Callable[[], Any], target: Callable[..., Any], *args: Any) -> fx.Node:
-        """A call whose fake value `make` creates, for less than running the target on fakes."""
+        """Insert a call whose fake value `make` creates, which is cheaper than running the target on fake tensors."""
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_function(target, args), make)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         if name == "select" and static_size(fake(args[0]).shape[args[1]]) == 0:
-            raise IndexError("select() of an empty axis")  # which torch 2.11 does to a fake
+            # torch 2.11 does not raise on a fake tensor.
+            raise IndexError("select() of an empty axis")
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
 
     def again(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
-        """A call of the graph once more, with what is `new` in the place of its arguments."""
+        """Insert a copy of a call, with arguments replaced as `new` maps them."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
         if node.op == "call_method":
             return self.method(str(node.target), *args, **kwargs)
@@ -57,7 +58,7 @@ class Emitter:
         return self.call(node.target, *args, **kwargs)
 
     def attribute(self, name: str, value: Any) -> fx.Node:
-        """A read of an attribute of the graph's module."""
+        """Insert a read of an attribute of the graph's module."""
         with self._graph.inserting_before(self._anchor):
             node = self._graph.get_attr(name)
         self.inserted.append(node)
@@ -65,20 +66,20 @@ class Emitter:
         return node
 
     def size(self, t: fx.Node, dim: int) -> int | fx.Node:
-        """A size of t, which a graph reads where it is none of its constants."""
+        """Return a size of t: a constant if it is known, else a node that reads it."""
         size = fake(t).shape[dim]
         return size if isinstance(size, int) else self.method("size", t, dim)
 
     def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """t.permute(dims); t itself where they are in order."""
+        """Insert t.permute(dims), or return t itself if they are in order."""
         return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))
 
     def cast(self, t: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """t.to(dtype); t itself where it is of that dtype."""
+        """Insert t.to(dtype), or return t itself if it has that dtype."""
         return t if fake(t).dtype == dtype else self.method("to", t, dtype)
 
     def laid_out(self, t: fx.Node, like: torch.Tensor) -> fx.Node:
-        """t with its axes in memory as another tensor of its shape has them, which a view of it may count on."""
+        """Bring t into the memory layout of another tensor of its shape, because a later view may depend on it."""
         order = memory_order(like)
         if order is None or memory_order(fake(t)) == order:
             return t
@@ -89,7 +90,7 @@ class Emitter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A with block tries something out: take out everything that was inserted; nothing may use it."""
+        """Remove all inserted nodes: a `with` block only tries something out. No other node may use them."""
         for node in reversed(self.inserted):
             self._graph.erase_node(node)
 
@@ -123,8 +124,8 @@ Make = Callable[[Emitter], fx.Node]
 def made_again(
     view: GraphView, node: fx.Node, before: fx.Node
 ) -> tuple[list[fx.Node], Make] | None:
-    """What a tensor is made of that is there before another node, and what makes it once more of that; None where it is
-    made of more than a few operations, or of others than plain ones."""
+    """Return the inputs of `node` that are computed before another node, and a function that recomputes `node` from
+    them. None if that takes more than a few operations, or an operation that cannot be repeated."""
     leaves: list[fx.Node] = []
     made: list[fx.Node] = []
     queue = [node]
@@ -138,7 +139,7 @@ def made_again(
         call = view.call(n)
         if not call or call.drops or not view.is_tensor(n):
             return None
-        # Autocast does nothing to what is in fp32 before and after.
+        # Autocast does not change a call with fp32 operands and an fp32 result.
         dtypes = {view.dtype(t) for t in (n, *n.all_input_nodes) if view.is_tensor(t)}
         same = not view.autocasts(n) or dtypes == {torch.float32}
         if not same or view.records(n) != view.records(before):
@@ -161,7 +162,7 @@ def made_again(
 def same_made(
     view: GraphView, makes: Sequence[Any], at: Sequence[fx.Node], anchor: fx.Node
 ) -> bool:
-    """Whether two functions of an emitter make the same of the same values, as two nodes `at` their places see them."""
+    """Whether two functions of an emitter insert equal nodes, reading values as the two nodes in `at` see them."""
     with Emitter(anchor) as e:
         x, y = (make(e) for make in makes)
         return _same(view, x, y, {*e.inserted}, at)

@@ -1,4 +1,4 @@
-"""Fake values of nodes and their sizes; nothing here adds a guard."""
+"""Fake values of nodes and their sizes. No function here adds a guard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .. import compat, layers
 
 
 def fake(node: Any) -> Any:
-    """The fake value of a node (tensor, tuple, SymInt ...), or None."""
+    """Return the fake value of a node (tensor, tuple, SymInt ...), or None."""
     if not isinstance(node, fx.Node):
         return None
     meta = node.meta
@@ -23,7 +23,7 @@ def fake(node: Any) -> Any:
 
 
 def attribute(node: Any) -> Any:
-    """What a get_attr node reads of the graph's module; None for anything else, and where there is nothing."""
+    """Return the attribute that a get_attr node reads; None for any other node, and for a missing attribute."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value: Any = node.graph.owning_module
@@ -33,9 +33,10 @@ def attribute(node: Any) -> Any:
 
 
 def evaluated(node: fx.Node) -> Any:
-    """What a call gives on the fake values of its arguments; autograd records nothing of it.
+    """Return the result of a call on the fake values of its arguments, without recording by autograd.
 
-    The layer that launches nothing computes it: kernels are compiled where the rewritten graph is traced.
+    Operators of this package run in the ATen layer, which launches no kernels: these are compiled when the rewritten
+    graph is traced.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
     mode = next((t.fake_mode for t in tensors_in((args, kwargs)) if hasattr(t, "fake_mode")), None)
@@ -48,8 +49,10 @@ def evaluated(node: fx.Node) -> Any:
 
 
 def complete(graph: fx.Graph) -> bool:
-    """Give calls without a fake value the one that they have: a pass of Inductor's that ran before, as the one that
-    moves functions in front of a concatenation, leaves them without. Gives whether there were any."""
+    """Add missing fake values of calls. Returns whether it added any.
+
+    Earlier passes of Inductor, such as the one that moves functions before a concatenation, insert calls without one.
+    """
     found = False
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or fake(node) is not None:
@@ -57,7 +60,7 @@ def complete(graph: fx.Graph) -> bool:
         inputs = [fake(n) for n in node.all_input_nodes]
         if not inputs or not all(isinstance(t, torch.Tensor) for t in inputs):
             continue
-        with contextlib.suppress(Exception):  # it stays unknown, which does no harm
+        with contextlib.suppress(Exception):  # the value may stay unknown
             value = evaluated(node)
             if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
                 require_grad(value)
@@ -79,38 +82,38 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def static_size(size: Any) -> int | None:
-    """The number a size is on every run, or None."""
+    """Return the value of a size that is the same on every run, or None."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def bounds(size: Any) -> tuple[int | float, int | float]:
-    """The least and the largest that a symbolic size may be."""
+    """Return the lower and upper bound of a symbolic size."""
     found = size.node.shape_env.bound_sympy(size.node.expr)
     least = int(found.lower) if found.lower.is_Integer else 0
     return least, int(found.upper) if found.upper.is_Integer else math.inf
 
 
 def expected(size: Any) -> int:
-    """The number a size had when the graph was captured; 1 where it had none yet."""
+    """Return the value of a size when the graph was captured; 1 if it had none yet."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def expected_elements(sizes: Iterable[Any]) -> int:
-    """How many elements a tensor of these sizes had when the graph was captured."""
+    """Return the number of elements of a tensor of these sizes when the graph was captured."""
     return math.prod(map(expected, sizes))
 
 
 def bytes_of(node: Any) -> int | None:
-    """The size of a node's tensor in bytes; None where it is not the same on every run."""
+    """Return the size of a node's tensor in bytes; None if it differs between runs."""
     t = fake(node)
     known = all(isinstance(s, int) for s in t.shape)
     return math.prod(t.shape) * t.dtype.itemsize if known else None
 
 
 def memory_order(value: Any) -> list[int] | None:
-    """The dimensions of a dense tensor from the widest stride to the narrowest; None for any other value."""
+    """Return the dimensions of a dense tensor from the largest stride to the smallest; None for any other value."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     order: list[int] = []
@@ -118,7 +121,7 @@ def memory_order(value: Any) -> list[int] | None:
     single = [d for d in range(value.dim()) if d not in left]
     expected: Any = 1
     while left:
-        # The last that fits, so that a contiguous tensor has its own order.
+        # Take the last that fits, so that the order of a contiguous tensor is 0, 1, 2, ....
         fits = [d for d in left if same_size(value.stride(d), expected)]
         if not fits:
             return None
@@ -129,7 +132,7 @@ def memory_order(value: Any) -> list[int] | None:
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a value, or of a structure of values."""
+    """Yield the tensors of a value or of a nested structure of values."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, (tuple, list)):
@@ -140,8 +143,8 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 
 
 def require_grad(value: Any) -> None:
-    """Mark the fake values of a call that autograd records: a region that torch traces apart (nested_compile_region)
-    takes results that require no gradient for not differentiable."""
+    """Set requires_grad on the fake values of a call that autograd records. A separately traced region
+    (nested_compile_region) treats results that require no gradient as not differentiable."""
     for t in tensors_in(value):
         if t.dtype.is_floating_point and not t.requires_grad:
             t.requires_grad_()

@@ -1,9 +1,9 @@
 """Every spelling of a linear map in one form: out = linear input with its D axis mapped to V by a [V, D] weight.
 
 The *linear input* of a linear's output is a tensor of the output's shape with D in the place of V. For `F.linear(x, w)`
-it is x itself; for `w @ x.transpose(1, 2)` it is `x.transpose(1, 2)`; for an einsum a permutation of x. Anything
-that moves rows of the output about (views, slices, permutes) moves rows of the linear input the same way, which is
-how a pattern carries a reduction from the output back to the input.
+it is x itself; for `w @ x.transpose(1, 2)` it is `x.transpose(1, 2)`; for an einsum a permutation of x. An operation
+that moves rows of the output (views, slices, permutes) moves rows of the linear input in the same way. Patterns use
+this to move a reduction from the output to the input.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .vocabulary import COPIES, SPREADS
 class Linear:
     """One reading of a matmul node as a linear map.
 
-    node: the matmul. source: the input as the user has it, which must not change before it is read again.
+    node: the matmul. source: the input in the program, which must not change before it is read again.
     v_dim: the axis of the output that is V. linear_input, weight: build the linear input and the [V, D] weight.
     bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
-    make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
-    linear input, None where it is the source itself. finish: makes `node` of the map's result, where that is more.
-    also: what `finish` reads, or the weight is made of. parts: the maps whose sum it is, if it is one, in the order of
-    their columns in D. d_axes, v_axes: how many neighbouring axes of the source are D, and of `node` are V, the first
-    of which is `v_dim`.
+    make_bias: builds the bias, if it differs from `bias`. order: the permutation from the source to the linear input;
+    None where they are the same. finish: computes `node` from the map's result, if they differ. also: further tensors
+    that `finish` or `weight` reads. parts: if `node` is a sum of maps, these maps in the order of their columns in D.
+    d_axes, v_axes: the numbers of neighbouring axes of the source that form D, and of `node` that form V, from `v_dim`
+    on.
     """
 
     node: fx.Node
@@ -73,11 +73,11 @@ class Linear:
 
     @property
     def read(self) -> list[fx.Node]:
-        """What is read beside the source."""
+        """The tensors that are read in addition to the source."""
         return [t for t in (self.weight_source, self.bias, *self.also) if t is not None]
 
     def times(self, number: float) -> Linear:
-        """The map that gives as many times as much."""
+        """Return the map multiplied by a number."""
         if number == 1:
             return self
 
@@ -88,24 +88,24 @@ class Linear:
         return dataclasses.replace(self, weight=scaled(self.weight), make_bias=make_bias)
 
     def emit_bias(self, e: Emitter) -> fx.Node | None:
-        """[V], or None."""
+        """Emit the bias, [V], or return None."""
         return self.bias if self.make_bias is None else self.make_bias(e)
 
     @property
     def over_last(self) -> bool:
-        """Whether rows of the source, along its last axis, become rows of the result."""
+        """Whether the map is along the last axis of both the source and the result."""
         return self.order is None and self.v_dim + self.v_axes == fake(self.node).dim()
 
     @property
     def d_dim(self) -> int:
-        """The axis of the source that is D, of several the first."""
+        """The axis of the source that is D; the first, if there are several."""
         return self.v_dim if self.order is None else self.order[self.v_dim]
 
 
 @remembered
 def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
-    """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
-    batched; None if it is no matmul at all."""
+    """Return the readings of `node` as a linear map: several where either operand may be the weight, an empty list if
+    both are batched, and None if it is no matmul."""
     call = view.call(node)
     if not view.is_tensor(node):
         return None
@@ -124,7 +124,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     bias, beta = product.bias
     if _exact(beta, node) is None:
         return []
-    bias, _ = view.behind(bias, SPREADS)  # what was expanded broadcasts to the same
+    bias, _ = view.behind(bias, SPREADS)  # broadcasting gives the same result
 
     def vector(e: Emitter) -> fx.Node:
         b = bias if len(view.shape(bias)) == 1 else e.method("flatten", bias)
@@ -138,7 +138,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
 
 
 def why_not_linear(view: GraphView, node: fx.Node) -> str:
-    """Why a matmul has no reading as a linear map."""
+    """Return the reason why a matmul has no reading as a linear map."""
     product, name = contraction(view, node), label(node)
     if product is None:
         return f"{name} is not followed as a product of two tensors"
@@ -150,7 +150,7 @@ def why_not_linear(view: GraphView, node: fx.Node) -> str:
 
 
 def added(view: GraphView, node: fx.Node) -> list[Linear]:
-    """The readings of an addmm or baddbmm that adds more than a bias: a residual, say."""
+    """Return the readings of an addmm or baddbmm that adds more than a bias, such as a residual."""
     product = contraction(view, node)
     if product is None or product.weight or product.bias is None:
         return []
@@ -166,7 +166,10 @@ def added(view: GraphView, node: fx.Node) -> list[Linear]:
 
 
 def _exact(number: float, node: fx.Node) -> float | None:
-    """A number that changes no mantissa of what it multiplies, else None; in fp16, what is small would underflow."""
+    """Return a number if multiplying a weight by it is exact, else None.
+
+    Powers of two are exact, but not in fp16, where small values would underflow.
+    """
     if number in (0, 1):
         return number
     exact = abs(math.frexp(number)[0]) == 0.5 and fake(node).dtype != torch.float16
@@ -174,7 +177,7 @@ def _exact(number: float, node: fx.Node) -> float | None:
 
 
 def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
-    """The readings, without a bias that is no argument of a linear, a number that scales them in the weight."""
+    """Return the readings of a product, with its scale multiplied into the weight, and without the bias of an addmm."""
     sides = [(product.a, product.b), (product.b, product.a)][: 1 if product.weight else 2]
     found = [f for x, w in sides if (f := _reading(view, product, x, w)) is not None]
     alpha = _exact(product.scale, product.node)
@@ -182,7 +185,7 @@ def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
 
 
 def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:
-    """A product of x with a matrix as a linear map."""
+    """Read a product of x with a matrix as a linear map, or return None."""
     w = _matrix(view, w)
     kept = [letter for letter in w.axes if letter is not None]
     if len(kept) > 2 and not (
@@ -196,7 +199,7 @@ def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> L
 
 
 def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]) -> bool:
-    """Whether some axes of a tensor are one axis of its memory, in this order."""
+    """Whether some axes of a tensor, in this order, can be merged to one without a copy."""
     sizes, strides = fake(t).shape, fake(t).stride()
     at = [axes.index(letter) for letter in letters]
     known = all(isinstance(sizes[d], int) for d in at)
@@ -211,8 +214,8 @@ def _map(
     at: Sequence[dict[str, int]] = ({}, {}),
     bias: fx.Node | None = None,
 ) -> Linear | None:
-    """`node` as the linear map of x by a matrix w: D is summed over, V is what the matrix alone has. Of several axes
-    each, one is made. at: of both operands, the place along some axes that is taken of them before."""
+    """Read `node` as the linear map of x by a matrix w: D is summed over, and V is in w alone. Several axes of each are
+    merged to one. at: for each operand, the axes on which one entry is selected first, and that entry."""
     x_axes = [c for c in x.axes if c not in at[0] and (c is not None or not at[0])]
     w_axes = [c for c in w.axes if c not in at[1] and c is not None]
     reduced = [c for c in w_axes if c in x_axes and c not in out]
@@ -261,7 +264,7 @@ def _map(
 
 
 def _matrix(view: GraphView, w: Operand) -> Operand:
-    """An operand as it was before it was given broadcast batch axes."""
+    """Return an operand without broadcast batch axes that were added to it."""
     node, axes = w.node, list(w.axes)
     while len(axes) > 2 and not w.written:
         call = view.call(node)
@@ -269,7 +272,7 @@ def _matrix(view: GraphView, w: Operand) -> Operand:
         if call.inplace or not view.is_tensor(x) or len(view.shape(x)) < 2:
             break
         if view.value(x, w.reader) is not x:
-            break  # it was copied before it was written to
+            break  # x was written to after the copy
         inner = view.shape(x)
         order = order_of(call, len(axes))
         if order is not None:
@@ -289,7 +292,8 @@ def _matrix(view: GraphView, w: Operand) -> Operand:
 
 
 def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:
-    """A process's part of a linear on DTensors is the linear of the parts where nothing is sent for it."""
+    """Return the readings of a process's local part of a linear on DTensors. Without communication, it is the linear of
+    the local parts."""
     found = settled(view, node)
     if found is None or view.name_of(found[0]) != "linear":
         return None
@@ -315,7 +319,7 @@ def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:
 
 
 def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
-    """A linear on DTensors whose result each process makes a summand of, out of tensors of its own."""
+    """Return the reading of a linear on DTensors where each process computes one summand from its local tensors."""
     if view.name_of(node) != "linear":
         return None
     (one,) = linears(view, node) or (None,)
@@ -337,12 +341,12 @@ def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
     )
 
 
-# Gate and up projections are often kept as one parameter [2, D, V], multiplied at once and taken apart afterwards:
+# Gate and up projections are often stored as one parameter [2, D, V], computed in one product and split afterwards:
 # einsum("bsd,edv->ebsv", x, w)[i] is the linear map x @ w[i].
 
 
 def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
-    """The linear map that a node is, if it takes one of several that are computed together; else None."""
+    """Return the linear map of a node that selects one of several maps computed together; else None."""
     entry = entry_of_axis(view, view.call(node))
     if entry is None:
         return None
@@ -365,7 +369,7 @@ def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
 
 
 def _entry(view: GraphView, o: Operand, letter: str, index: int) -> int:
-    """Which entry of an axis is taken of an operand: the first where it is repeated for every entry."""
+    """Return the entry of an axis to select from an operand: the first if the operand repeats along the axis."""
     repeated = letter in o.axes and uniform(
         view, o.node, len(o.axes) - o.axes.index(letter), o.reader
     )

@@ -1,4 +1,4 @@
-"""Items of an index, as `x[...]` takes it, and of arguments that may be one item or several."""
+"""The items of an index, as in `x[...]`, and of arguments that may be one item or several."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .vocabulary import PARTS, PICKS
 
 
 def listed(x: Any) -> list[Any]:
-    """The items of a tuple or list; anything else is the only item."""
+    """Return the items of a tuple or list, or a list with anything else as its only item."""
     return list(x) if isinstance(x, (tuple, list)) else [x]
 
 
 def sole(x: Any) -> Any:
-    """The item of a tuple or list of one; anything else as it is."""
+    """Return the item of a tuple or list of one, and anything else unchanged."""
     return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
 
 
 def items_of(index: Any) -> tuple[Any, ...]:
-    """The items of an index, which may be a single one."""
+    """Return the items of an index, which may be a single item."""
     return index if isinstance(index, tuple) else (index,)
 
 
 def expanded_index(index: Any, ndim: int) -> list[Any] | None:
-    """An index as one item for each of `ndim` axes (and None for new ones); None where it has too many."""
+    """Return an index as one item for each of `ndim` axes (and None for new axes); None where it has too many."""
     items = list(items_of(index))
     missing = ndim - sum(i is not None and i is not Ellipsis for i in items)
     if missing < 0:
@@ -38,18 +38,18 @@ def expanded_index(index: Any, ndim: int) -> list[Any] | None:
 
 
 def is_full(item: Any) -> bool:
-    """Whether an item leaves its axis whole, or is none of an axis."""
+    """Whether an item selects its whole axis, or belongs to no axis."""
     return item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None))
 
 
 def only_slices(index: Any) -> bool:
-    """Whether an index takes elements in their order."""
+    """Whether an index consists of numbers and slices, and new axes, alone."""
     return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items_of(index))
 
 
 class Taken(NamedTuple):
-    """x[items], with one item for each axis of x, and None for new ones. passed: what takes x apart, of which this is
-    one of the pieces."""
+    """x[items], with one item for each axis of x, and None for new axes. passed: the node that splits x, if this is one
+    of its pieces."""
 
     x: fx.Node
     items: list[Any]
@@ -57,7 +57,7 @@ class Taken(NamedTuple):
 
     @property
     def origin(self) -> tuple[int | None, ...]:
-        """The axis of x that each axis of the result is, where items are numbers and slices; None for new ones."""
+        """For each axis of the result its axis of x, or None if it is new, where items are numbers and slices."""
         axes = iter(range(len(self.items)))
         before = [None if item is None else next(axes) for item in self.items]
         return tuple(a for a, i in zip(before, self.items) if i is None or isinstance(i, slice))
@@ -67,8 +67,8 @@ _TAKES = PICKS | {"unsqueeze", "squeeze"}
 
 
 def taken(view: GraphView, call: Call) -> Taken | None:
-    """What a call takes of a tensor as an index would, whatever it is called: a part of some axes, new ones of one
-    element. None for other calls, and where sizes are not known."""
+    """Return a call as an indexing of a tensor: it selects parts of some axes, or adds axes of size 1. None for other
+    calls, and where sizes are not known."""
     if call.name not in _TAKES:
         return None
     x = call.get("input")
@@ -88,7 +88,7 @@ def taken(view: GraphView, call: Call) -> Taken | None:
             gone = [d % n for d in dims if n and same_size(shape[d], 1)]
             return Taken(x, [0 if d in gone else slice(None) for d in range(n)])
         case "index_select" if not view.shape(call["index"]):
-            return None  # one of no axes leaves an axis of one element, and x[index] none
+            return None  # with a 0-d index it keeps an axis of size 1, unlike x[index]
         case "select" | "index_select":
             item = call["index"]
         case "narrow":
@@ -102,7 +102,7 @@ def taken(view: GraphView, call: Call) -> Taken | None:
 
 
 def _piece(view: GraphView, pieces: Any, call: Call) -> Taken | None:
-    """One of the results of split, chunk, tensor_split or unbind; sizes may be symbols."""
+    """Return one result of split, chunk, tensor_split or unbind as an indexing. Sizes may be symbols."""
     split = view.call(pieces)
     if split.name not in PARTS or type(call["index"]) is not int:
         return None

@@ -1,4 +1,4 @@
-"""Building a tensor with its axes in another order, merged or split, of one whose axes `axes` has followed."""
+"""Reordering, merging and splitting the axes of a tensor that `axes` has followed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def laid_out(
     full: bool = False,
     sized: Sequence[Placed] = (),
 ) -> fx.Node:
-    """The tensor with one axis a group of atoms. A group that it lacks has one element, or is expanded if `full`.
+    """Emit the tensor with one axis for each group of atoms. A group without atoms of the tensor becomes an axis of
+    size 1, or with `full` is expanded.
 
-    sized: tensors that tell the sizes of atoms where the graph has to read them.
+    sized: tensors from which the graph can read the sizes of atoms that are not known.
     """
     if len(t.axes) == len(groups) and all(
         flat(axis) == tuple(group) or not (flat(axis) or full)
@@ -32,7 +33,7 @@ def laid_out(
         return t.tensor  # as it is
     node, have = _split(e, t, sized)
     node = e.permuted(node, [have.index(a) for group in groups for a in group if a in have])
-    # Atoms that a group has only some of, or has to have all of, are expanded.
+    # A group that has some of its atoms, or must have all, gets the missing ones by expansion.
     whole = [group if full or any(a in have for a in group) else () for group in groups]
     atoms = [atom for group in whole for atom in group]
     missing = [at for at, atom in enumerate(atoms) if atom not in have]
@@ -50,7 +51,7 @@ def laid_out(
 
 
 def _split(e: Emitter, t: Placed, sized: Sequence[Placed]) -> tuple[fx.Node, list[Atom]]:
-    """One axis an atom: merged axes unflattened, axes of one element gone."""
+    """Emit the tensor with one axis for each atom: merged axes are unflattened, axes of size 1 removed."""
     node = t.tensor
     have: list[Atom] = []
     for at in reversed(range(len(t.axes))):
@@ -73,7 +74,10 @@ def _sizes(e: Emitter, atoms: Sequence[Atom], sized: Sequence[Placed]) -> tuple[
 
 
 def size_of(e: Emitter, atom: Atom, sized: Sequence[Placed]) -> Any:
-    """The size of an atom, which the graph reads of a tensor that has it as an axis where it is not known."""
+    """Return the size of an atom, or a node that reads it from a tensor that has the atom as an axis.
+
+    Raises NoMatch if the size is not known and there is no such tensor.
+    """
     known = static_size(atom.size)
     if known is not None:
         return known
@@ -85,7 +89,7 @@ def size_of(e: Emitter, atom: Atom, sized: Sequence[Placed]) -> Any:
 
 
 def at_first(e: Emitter, t: Placed, atoms: Collection[Atom]) -> Placed:
-    """The tensor at the first place of every axis of these atoms, along which it is the same."""
+    """Select the first entry along every axis that consists of these atoms. The tensor is constant along them."""
     node, axes = t.tensor, list(t.axes)
     for at in reversed(range(len(axes))):
         if flat(axes[at]) and {*flat(axes[at])} <= {*atoms}:

@@ -1,4 +1,4 @@
-"""Where the tensors of nodes lie in memory, as their fake tensors say."""
+"""The memory of the tensors of nodes, according to their fake tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import compat
 from .fakes import fake, same_size, same_sizes, tensors_in
 
-UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
+UNKNOWN = 0  # stands for an inaccessible storage, which may alias any other
 
 
 def storages(value: Any) -> frozenset[int]:
-    """The memory behind a value, that of a tensor subclass being its parts'."""
+    """Return the storages of a value. A tensor subclass has the storages of its inner tensors."""
     found: set[int] = set()
     for t in tensors_in(value):
         if is_traceable_wrapper_subclass(t):
@@ -30,7 +30,7 @@ def storages(value: Any) -> frozenset[int]:
 
 
 def same_geometry(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the tensors of two nodes have the same elements of one memory, in one shape and dtype."""
+    """Whether two tensors of one storage have the same offset, shape, strides and dtype."""
     x, y = fake(a), fake(b)
     if x.dtype != y.dtype or not same_size(x.storage_offset(), y.storage_offset()):
         return False
@@ -38,8 +38,8 @@ def same_geometry(a: fx.Node, b: fx.Node) -> bool:
 
 
 def apart(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors of one memory have no element in common, as the halves that chunk() gives of the last axis:
-    each period of some stride holds both, one behind the other."""
+    """Whether two tensors of one storage have no element in common, such as the halves from chunk() along the last
+    axis: within each period of some stride, one tensor comes after the other."""
     x, y = fake(a), fake(b)
     if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (x, y)):
         return False
@@ -58,7 +58,7 @@ def apart(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _span(t: torch.Tensor, period: int | None) -> tuple[int, int] | None:
-    """From where to where in every period a tensor has its elements; None where that is not known."""
+    """Return the range of offsets, within each period, that holds a tensor's elements; None where it is not known."""
     extent = 1
     for size, stride in zip(t.shape, t.stride()):
         if period is not None and _is_multiple(stride, period):

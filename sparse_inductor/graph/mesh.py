@@ -1,10 +1,9 @@
-"""Tensor parallelism in a graph: what torch's hooks put between a linear and what follows it.
+"""Tensor parallelism in a graph: the calls that torch's hooks insert after a linear.
 
-`ColwiseParallel` makes of a linear   to_local(redistribute(linear(x, weight, bias), placements))   on DTensors. The
-redistribution is none where the placements are already as wanted, and the local part of such a linear is the linear
-of the local parts where nothing is communicated: the operator then works on this process's columns. `RowwiseParallel`
-begins with   linear(from_local(x), weight, bias)   whose result is a sum over the processes: the operator makes the
-summand of this one.
+`ColwiseParallel` turns a linear into `to_local(redistribute(linear(x, weight, bias), placements))` on DTensors. If the
+placements are already as wanted, `redistribute` does nothing. If nothing is communicated, the local part of the linear
+is the linear of the local parts, and the operator works on this process's columns. `RowwiseParallel` begins with
+`linear(from_local(x), weight, bias)`, a sum over the processes: the operator computes the summand of this process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def is_distributed(t: torch.Tensor) -> bool:
 
 
 def local_part(x: torch.Tensor, sums: tuple[bool, ...]) -> torch.Tensor:
-    """This process's part of a DTensor; over the dimensions of the mesh in `sums` its gradient is one summand."""
+    """Return this process's part of a DTensor. Over the mesh dimensions in `sums`, its gradient is one summand."""
     from torch.distributed.tensor import Partial
 
     placements = [Partial() if s else p for s, p in zip(sums, x.placements)]
@@ -37,7 +36,7 @@ def local_part(x: torch.Tensor, sums: tuple[bool, ...]) -> torch.Tensor:
 
 
 def summand(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The DTensor, on the mesh of `like`, of which each process has one summand."""
+    """Return the DTensor, on the mesh of `like`, that is the sum of x over the processes."""
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = like.device_mesh
@@ -45,7 +44,7 @@ def summand(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def shared_bias(bias: torch.Tensor) -> torch.Tensor:
-    """A replicated bias as a summand of each process."""
+    """Return the summand of each process for a replicated bias: the bias divided by the number of processes."""
     from torch.distributed.tensor import Partial
 
     mesh = bias.device_mesh
@@ -53,14 +52,14 @@ def shared_bias(bias: torch.Tensor) -> torch.Tensor:
 
 
 def redistributed(node: fx.Node, source: fx.Node) -> bool:
-    """Whether `redistribute` moves anything: not where the placements are already as wanted."""
+    """Whether `redistribute` changes the placements and so may communicate."""
     before, after = _placements(source), _placements(node)
     return before is None or before != after
 
 
 def settled(view: GraphView, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
-    """The DTensor that `to_local` takes its part of, before redistributions that move nothing, with those; None where
-    its gradient is placed in a way of its own."""
+    """Return the DTensor whose part `to_local` takes, and the redistributions after it, which do nothing; None if one
+    does something, or if the call specifies the placements of the gradient."""
     if compat.hidden_arguments(node).get("grad_placements") is not None:
         return None
     call = view.call(node)
@@ -78,8 +77,8 @@ def settled(view: GraphView, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...
 def spread_alike(
     out: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]] | None:
-    """Whether `out = linear(x, weight, bias)` needs no communication; over which dimensions of the mesh the gradients
-    of x, and those of weight and bias, are summands."""
+    """Return None if `out = linear(x, weight, bias)` needs communication. Otherwise return, for each mesh dimension,
+    whether the gradient of x is a summand, and whether the gradients of weight and bias are."""
     placements = [_placements(t) for t in (out, x, weight)]
     of_bias = None if bias is None else _placements(bias)
     if any(p is None for p in placements) or (bias is not None and of_bias is None):
@@ -102,8 +101,8 @@ def spread_alike(
 def spread_by_row(
     view: GraphView, out: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None
 ) -> fx.Node | None:
-    """The local tensor that `from_local` makes x of, where `out = linear(x, weight, bias)` sums over what is spread:
-    each process has columns of the weight and makes a summand (`RowwiseParallel`)."""
+    """Return the local tensor from which `from_local` creates x, if `out = linear(x, weight, bias)` sums over a sharded
+    axis: each process has columns of the weight and computes one summand (`RowwiseParallel`). Else None."""
     call = view.call(x)
     if call.name != "from_local" or call.get("shape") is not None:
         return None

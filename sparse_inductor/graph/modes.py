@@ -1,4 +1,4 @@
-"""What the nodes of a graph run under: autocast, whether autograd records, inference_mode."""
+"""The modes in which the nodes of a graph run: autocast, gradient recording, inference_mode."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ DEVICES = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """autocast: by device type whether it is on, and its dtype. grad: what `set_grad_enabled` was told last. inference:
-    whether the graph has turned inference_mode on."""
+    """The modes at a node.
+
+    autocast: for each device type, whether it is on, and its dtype. grad: the last argument of `set_grad_enabled`.
+    inference: whether the graph has turned inference_mode on.
+    """
 
     autocast: dict[str, tuple[bool, torch.dtype]]
     grad: bool = True
@@ -31,7 +34,7 @@ class Modes:
 
 
 def modes_now() -> Modes:
-    """What a graph starts under that is compiled now."""
+    """Return the modes in which a graph that is being compiled starts."""
     autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES}
     return Modes(autocast, torch.is_grad_enabled())
 
@@ -41,7 +44,7 @@ _known: contextvars.ContextVar[Mapping[fx.Node, Modes]] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def known(states: Mapping[fx.Node, Modes]) -> Iterator[None]:
-    """In the block, `modes_of` knows what the nodes of a graph run under, which is to be rewritten."""
+    """In the block, which rewrites a graph, `modes_of` takes the modes of its nodes from `states`."""
     token = _known.set(states)
     try:
         yield
@@ -50,13 +53,13 @@ def known(states: Mapping[fx.Node, Modes]) -> Iterator[None]:
 
 
 def modes_of(node: fx.Node) -> Modes:
-    """What a node of a graph that is compiled now runs under."""
+    """Return the modes of a node in a graph that is being compiled."""
     states = _known.get({})
     return states[node] if node in states else modes_by_node(node.graph, modes_now())[node]
 
 
 def modes_by_node(graph: fx.Graph, around: Modes) -> dict[fx.Node, Modes]:
-    """What each node runs under, in a graph that starts under `around`."""
+    """Return the modes of each node, in a graph that starts in the modes `around`."""
     states: dict[fx.Node, Modes] = {}
     current = around
     for node in graph.nodes:
@@ -90,7 +93,7 @@ def changes_grad_mode(node: fx.Node) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _name(op: str, target: Any) -> str:
-    """The name of a function that changes a mode; empty for anything else."""
+    """Return the name of a function that changes a mode; an empty string for anything else."""
     name = getattr(target, "__name__", "") if op == "call_function" else ""
     switches = name.endswith(("_autocast", "_inference_mode")) or "set_grad_enabled" in name
     return name if switches else ""

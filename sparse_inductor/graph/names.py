@@ -24,14 +24,14 @@ from .signatures import SIGNATURES, bind
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A canonical call: `name`, its `args` by parameter name, and whether it writes its first argument."""
+    """A canonical call: its `name`, its `args` by parameter name, and whether it writes its first argument."""
 
     name: str
     args: dict[str, Any]
     inplace: bool = False
 
     def __bool__(self) -> bool:
-        """Whether it is a call of a function that is known."""
+        """Whether it is a call of a known function."""
         return bool(self.name)
 
     def __getitem__(self, key: str) -> Any:
@@ -42,13 +42,13 @@ class Call:
 
     @property
     def both_ways(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Its two operands, and the other way round."""
+        """Its two operands, in both orders."""
         a, b = self["input"], self["other"]
         return (a, b), (b, a)
 
     def ordered(self, negate: bool = False) -> tuple[Any, Any, bool]:
-        """(large, small, ties) of a comparison (with `negate` of its contrary): it holds where large is above small,
-        and where they are equal if `ties`."""
+        """Return (large, small, ties) of a comparison, or with `negate` of its negation. It holds where large > small,
+        and if `ties` also where they are equal."""
         large, small = self["input"], self["other"]
         if (self.name in ("lt", "le")) ^ negate:
             large, small = small, large
@@ -56,14 +56,14 @@ class Call:
 
     @property
     def drops(self) -> bool:
-        """Whether it is a dropout that is active, as it is unless the call says otherwise."""
+        """Whether it is an active dropout. A dropout is active unless its arguments disable it."""
         p = self.get("p", 0.5)
         if isinstance(fake(p), torch.SymFloat):
-            p = fake(p).node.maybe_as_float()  # F.dropout compares it: a guard fixes it
+            p = fake(p).node.maybe_as_float()  # F.dropout compares p, so a guard fixes it
         return self.name == "dropout" and bool(self.get("training", True) and p != 0)
 
 
-# What an input of the graph, a foreign function or a number is the result of.
+# The call for an input of the graph, the result of a foreign function, or a number.
 NO_CALL = Call("", {})
 
 _ALIASES = {
@@ -79,7 +79,7 @@ _ALIASES = {
     "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
     "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
     "special_exp2": "exp2", "log_sigmoid": "logsigmoid",
-    "pos": "positive", "__pos__": "positive", "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
+    "pos": "positive", "__pos__": "positive", "numpy_T": "T", "matrix_H": "H",  # x.T and x.H since torch 2.14
     "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
     "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view", "ravel": "flatten",
     "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",
@@ -97,9 +97,9 @@ INPLACE_OPERATORS = {
     "imatmul": "matmul", "ifloordiv": "floordiv", "imod": "remainder", "ixor": "xor",
 }  # fmt: skip
 _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
-# the entmax package, and what stands for its functions in a graph
+# the entmax package, and the functions that replace its own in a graph
 _ENTMAX = ("entmax.activations", "entmax.root_finding", "sparse_inductor.match.entmax.leaves")
-# functions whose last positional parameter is `inplace`, and how many come before it at least
+# functions whose last positional parameter is `inplace`, with the minimum number of arguments before it
 TRAILING_INPLACE = {
     **dict.fromkeys((*FUNCTIONS, "silu", "mish", "hardswish"), 1),
     **dict.fromkeys(
@@ -110,9 +110,9 @@ TRAILING_INPLACE = {
 _METADATA_CALLS = frozenset(
     "size dim numel sym_size stride is_floating_point ndimension get_device".split()
 )
-_SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tensor that has it
+_SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # the axis, if the tensor has it
 _CATS = {"hstack": 1, "column_stack": 1, "vstack": 0, "row_stack": 0, "dstack": 2}
-# names that depend on the arguments
+# functions whose canonical name depends on the arguments
 _BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS, *_CATS}) | _METADATA_CALLS
 _DIMS = frozenset("dim dim0 dim1 start_dim end_dim".split())
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
@@ -120,7 +120,7 @@ _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_
 
 @dataclasses.dataclass(frozen=True)
 class _Spelling:
-    """What a target's own name says, before any argument is looked at."""
+    """The information in a target's name, without its arguments."""
 
     name: str
     inplace: bool
@@ -129,7 +129,7 @@ class _Spelling:
 
 @functools.lru_cache(maxsize=4096)
 def _spelling(op: str, target: Any) -> _Spelling | None:
-    """The canonical name of a call to PyTorch, overloads by argument not told apart; None for anything else."""
+    """Return the canonical name of a call to PyTorch, without distinguishing overloads; None for anything else."""
     raw = (
         target if op == "call_method" else _function_name(target) if op == "call_function" else None
     )
@@ -144,13 +144,13 @@ def _spelling(op: str, target: Any) -> _Spelling | None:
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Whether a node calls an operator of ours."""
+    """Whether a node calls an operator of this package."""
     return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"
 
 
 def is_plain(target: Any) -> bool:
-    """Whether a function is one of PyTorch's, Python's or the entmax package's, whose name says what it writes; those
-    that Dynamo wraps around NumPy's are not."""
+    """Whether a function belongs to PyTorch, Python or the entmax package, so that its name shows which arguments it
+    writes. Dynamo's wrappers of NumPy functions do not count."""
     module = getattr(target, "__module__", "") or ""
     if module in _ENTMAX:
         return True
@@ -179,12 +179,12 @@ def _function_name(target: Any) -> str | None:
 
 
 def stored(node: fx.Node) -> fx.Node:
-    """The node whose tensor has the result of a call: of an assignment what it is to, else the call itself."""
+    """Return the node whose tensor holds the result of a call: the target of an assignment, else the call itself."""
     return node.args[0] if name_of(node) == "setitem" else node
 
 
 def name_of(node: fx.Node) -> str | None:
-    """The canonical name alone, for a fraction of what `canonical` costs; its arguments may yet not bind."""
+    """Return the canonical name, at a fraction of the cost of `canonical`. The arguments may still fail to bind."""
     spelling = _spelling(node.op, node.target)
     if spelling is None or spelling.name in _BY_ARGUMENT:
         call = canonical(node)
@@ -193,7 +193,7 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def canonical(node: fx.Node) -> Call | None:
-    """The canonical call of a node, or None for placeholders, foreign functions and unknown names."""
+    """Return the canonical call of a node, or None for placeholders, foreign functions and unknown names."""
     spelling = _spelling(node.op, node.target)
     if spelling is None:
         return None
@@ -228,7 +228,7 @@ def canonical(node: fx.Node) -> Call | None:
         inplace, args = inplace or bool(args[at]), args[:at]
     bound = bind(name, args, kwargs)
     if bound is not None and any(isinstance(bound[d], fx.Node) for d in _DIMS.intersection(bound)):
-        return None  # a dimension that the graph computes: which one is not known here
+        return None  # the graph computes the dimension, so it is unknown here
     if bound is not None and name == "einsum":
         if _only_multiplies(**bound):
             name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))
@@ -238,15 +238,15 @@ def canonical(node: fx.Node) -> Call | None:
 
 
 def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
-    """Where among positional arguments `inplace` is, if it is there."""
+    """Return the position of `inplace` among positional arguments, or None."""
     at = len(args) - 1
     given = at >= TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
     return at if given else None
 
 
 def _with_equation(args: tuple) -> tuple:
-    """An einsum's arguments, each operand followed by the numbers of its axes and those of the result last, as an
-    equation and operands; as they are where the graph computes one of these numbers."""
+    """Convert einsum arguments of the form (operand, axis numbers, ..., axis numbers of the result) to an equation and
+    operands. Returns them unchanged where the graph computes one of these numbers."""
     if not args or isinstance(args[0], str):
         return args
     operands, axes, out = args[: len(args) // 2 * 2 : 2], args[1::2], args[-1:] * (len(args) % 2)
@@ -257,7 +257,7 @@ def _with_equation(args: tuple) -> tuple:
 
 
 def _letters(axes: Iterable[Any]) -> str:
-    """The letters that torch.einsum takes for the numbers of axes."""
+    """Return the letters that torch.einsum assigns to axis numbers."""
     letters = string.ascii_uppercase + string.ascii_lowercase
     return "".join("..." if n is Ellipsis else letters[n] for n in axes)
 
@@ -275,7 +275,7 @@ def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:
 
 
 def _reordered(equation: Any, operands: tuple = ()) -> tuple[int, ...] | None:
-    """The order in which an einsum of one operand puts its axes, if it does nothing else: "bsv->bvs"."""
+    """Return the permutation that an einsum of one operand applies, if it does nothing else: "bsv->bvs"."""
     if len(operands) != 1 or not isinstance(equation, str) or "->" not in equation:
         return None
     axes, out = equation.replace(" ", "").split("->")
@@ -285,7 +285,7 @@ def _reordered(equation: Any, operands: tuple = ()) -> tuple[int, ...] | None:
 
 
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
-    """torch.max and torch.min are three functions each."""
+    """Tell apart the three functions that torch.max, like torch.min, stands for."""
     second = args[1] if len(args) > 1 else None
     if "other" in kwargs or (isinstance(fake(second), torch.Tensor)):
         return name + "imum", args, kwargs

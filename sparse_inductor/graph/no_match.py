@@ -13,21 +13,24 @@ from .view import GraphView, label
 
 
 class NoMatch(Exception):
-    """The walk cannot go on: `reason` in the user's terms, `node` the line to blame."""
+    """A graph does not match. `reason` is in the user's terms; `node` gives the source line to report."""
 
     def __init__(self, reason: str, node: fx.Node | None = None):
         super().__init__(reason)
         self.reason, self.node = reason, node
 
     def miss(self, anchor: fx.Node) -> Miss:
-        """The near miss that it is; blames the anchor where no other line is to blame."""
+        """Return it as a near miss, at the anchor where no other node is given."""
         return Miss(self.reason, self.node or anchor)
 
 
 def changed(
     view: GraphView, node: fx.Node, reader: fx.Node, what: str = "", it: str = "it"
 ) -> NoMatch:
-    """Why what `reader` sees of a node, called `what`, is the value of none: who writes to it, and how."""
+    """Return the reason why no single node has the value that `reader` sees of `node`: a write in place.
+
+    what: the name of the value in the message.
+    """
     writer, target = view.effects.last_write(node, reader)
     how = f"by {label(writer)}" if target is node else f"through a view of {it}"
     return NoMatch(f"{what or label(node) + ' is'} changed in place {how}", writer)
@@ -40,7 +43,7 @@ N = TypeVar("N", bound=fx.Node | None)
 
 
 def if_matched(read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """What a function gives; None where it raises NoMatch."""
+    """Return the result of a function, or None where it raises NoMatch."""
     try:
         return read(*args, **kwargs)
     except NoMatch:
@@ -48,9 +51,9 @@ def if_matched(read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | N
 
 
 def matches(read: Callable[[T], R], ways: Iterable[T]) -> Iterator[R]:
-    """What `read` gives for those of several ways for which it does not raise NoMatch.
+    """Yield the results of `read` for those of several ways for which it does not raise NoMatch.
 
-    Raises the first reason where it does for all of them; one about real work beats "an input of the graph".
+    If it raises for all of them, raises the first reason, but prefers any other to "an input of the graph".
     """
     first: NoMatch | None = None
     matched = False
@@ -68,12 +71,12 @@ def matches(read: Callable[[T], R], ways: Iterable[T]) -> Iterator[R]:
 
 
 def first_match(read: Callable[[T], R], ways: Iterable[T]) -> R:
-    """The first of these."""
+    """Return the first result of `matches`."""
     return next(matches(read, ways))
 
 
 def remembered(find: Callable[[GraphView, N], R]) -> Callable[[GraphView, N], R]:
-    """A question about a node of a view that is answered once, be it by NoMatch: patterns ask it of the same nodes."""
+    """Cache a function of a view and a node, NoMatch included. Several patterns ask about the same nodes."""
 
     @functools.wraps(find)
     def ask(view: GraphView, node: N) -> R:
@@ -93,6 +96,6 @@ def remembered(find: Callable[[GraphView, N], R]) -> Callable[[GraphView, N], R]
 
 
 def once(find: Callable[[GraphView], R]) -> Callable[[GraphView], R]:
-    """The same of a question about the whole graph."""
+    """Cache a function of a view alone."""
     ask = remembered(lambda view, _: find(view))
     return functools.wraps(find)(lambda view: ask(view, None))

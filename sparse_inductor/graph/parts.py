@@ -1,4 +1,4 @@
-"""Parts of an axis, and what is put together only to be taken apart again, or the other way round."""
+"""Parts of an axis, and pairs of calls that cancel, such as a cat that is split again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .vocabulary import COPIES, PICKS, REGROUPS
 
 
 class Part(NamedTuple):
-    """An entry of one axis of x (a number), neighbouring ones (a slice), or several parts of it, in the order that
-    somebody has them in (a list). passed: the nodes that take it of x."""
+    """A part of one axis of x: an entry (`which` is a number), neighbouring entries (a slice), or several parts in a
+    given order (a list). passed: the nodes that select it from x."""
 
     x: fx.Node
     dim: int
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 def part_of(view: GraphView, call: Call) -> Part | None:
-    """What a call takes of one axis, where that is an entry or neighbouring ones; None for anything else."""
+    """Return the part of one axis that a call selects, an entry or neighbouring entries; None for any other call."""
     found = taken(view, call)
     if found is None or None in found.items:
         return None
@@ -48,13 +48,13 @@ def part_of(view: GraphView, call: Call) -> Part | None:
 
 
 def entry_of_axis(view: GraphView, call: Call) -> Part | None:
-    """The same where it is one entry."""
+    """As `part_of`, for a single entry."""
     found = part_of(view, call)
     return found if found is not None and isinstance(found.which, int) else None
 
 
 def parts_of(view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]) -> Part | None:
-    """What tensors, each with its reader, are parts of; None where that is not one axis of one tensor."""
+    """Return the parts that tensors, each with its reader, are; None if they are not of one axis of one tensor."""
     found: list[Part] = []
     for t, reader in tensors:
         part = part_of(view, view.call(t)) if view.value(t, reader) is t else None
@@ -69,7 +69,7 @@ def parts_of(view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]) -> Part | 
 
 
 def entries_of(view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]) -> Part | None:
-    """The same where each is one entry, counted from the start, of an axis of known size."""
+    """As `parts_of`, where each part is one entry, counted from the start, and the size of the axis is known."""
     found = parts_of(view, tensors)
     size = None if found is None else static_size(view.shape(found.x)[found.dim])
     if found is None or size is None or not all(isinstance(i, int) for i in found.which):
@@ -78,7 +78,7 @@ def entries_of(view: GraphView, tensors: Sequence[tuple[Any, fx.Node]]) -> Part 
 
 
 class Detour(NamedTuple):
-    """A call gives `tensor` as it is, or a view of it (`shape_op`), whatever the nodes in `passed` do to it between."""
+    """A call returns `tensor` itself, or a view of it (`shape_op`): the nodes in `passed` cancel."""
 
     tensor: fx.Node
     passed: tuple[fx.Node, ...]
@@ -89,7 +89,7 @@ _DETOURS = REGROUPS | COPIES | PICKS | {"stack"}
 
 
 def detour(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
-    """What is put together only to be taken apart again, or the other way round; None where nothing is."""
+    """Find calls above a node that cancel together with its own call; None if there are none."""
     if call.name not in _DETOURS:
         return None
     for find in (_undone, _untaken, _split_and_taken, _restacked):
@@ -99,10 +99,10 @@ def detour(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
 
 
 def _split_and_taken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
-    """An axis split in two and one entry of one half taken, as the strided slice of the axis that it is.
+    """Return an entry of one half of an axis that was split in two, as a strided slice of the whole axis.
 
-    `z.view(B, S, 2, N)[:, :, 0]` is `z[..., :N]`; `z.unflatten(-1, (N, 2)).unbind(-1)[1]` is `z[..., 1::2]`; the halves
-    may be brought to another place before, as by `.permute(2, 0, 1, 3)[0]`.
+    `z.view(B, S, 2, N)[:, :, 0]` is `z[..., :N]`; `z.unflatten(-1, (N, 2)).unbind(-1)[1]` is `z[..., 1::2]`. The axes
+    may be permuted in between, as in `.permute(2, 0, 1, 3)[0]`.
     """
     entry = entry_of_axis(view, call)
     if entry is None:
@@ -141,7 +141,7 @@ def _split_and_taken(view: GraphView, node: fx.Node, call: Call) -> Detour | Non
 
 
 def _untaken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
-    """One of the tensors that were put into a stack or cat: `torch.stack((g, u))[0]` and
+    """Return the tensor that is selected from a stack or cat: `torch.stack((g, u))[0]` and
     `torch.cat((g, u), -1).chunk(2, -1)[0]` are g."""
     part = part_of(view, call)
     if part is None:
@@ -157,7 +157,7 @@ def _untaken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
     if not all(view.is_tensor(t) and view.dtype(t) == view.dtype(x) for t in tensors):
         return None
     if len({len(view.shape(t)) for t in tensors}) != 1:
-        return None  # cat takes empty tensors of one axis beside all others
+        return None  # cat also takes empty tensors with one axis
     if isinstance(which, int):
         if joint.name == "cat":
             return None
@@ -173,8 +173,8 @@ def _untaken(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
 
 
 def _restacked(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
-    """A stack of all entries of an axis in their order, the tensor itself with this axis in another place:
-    `torch.stack(x.unbind(1))` is x.movedim(1, 0)."""
+    """Return a stack of all entries of an axis in order as the tensor with this axis moved: `torch.stack(x.unbind(1))`
+    is x.movedim(1, 0)."""
     if call.name != "stack" or not isinstance(call["tensors"], (tuple, list)):
         return None
     entries = entries_of(view, [(t, node) for t in call["tensors"]])
@@ -188,7 +188,7 @@ def _restacked(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
 
 
 def _undone(view: GraphView, node: fx.Node, call: Call) -> Detour | None:
-    """A tensor that a reshape, together with those above it, gives its own shape again:
+    """Return the tensor whose shape a reshape restores after earlier reshapes:
     `h.unflatten(-1, (4, -1)).flatten(-2)` is h."""
     extra: tuple[fx.Node, ...] = ()
     reader = node

@@ -14,13 +14,13 @@ from .view import GraphView, Unknown, label
 
 
 class Recogniser:
-    """A pattern, but for its names and `_match`."""
+    """Everything that a pattern needs, except its names and `_match`."""
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
 
     def match(self, node: fx.Node, view: GraphView) -> Any:
-        """The match that ends in `node`, a near miss, or None."""
+        """Return the match that ends in `node`, a near miss, or None."""
         try:
             return self._match(node, view)
         except Unknown:
@@ -32,9 +32,9 @@ class Recogniser:
         raise NotImplementedError
 
     def resolve(self, matches: Sequence[Any], view: GraphView) -> tuple[list[Any], list[Miss]]:
-        """The matches whose nodes nobody else reads, and misses for the rest; matches may share nodes."""
+        """Return the matches whose nodes are not read elsewhere, and misses for the rest. Matches may share nodes."""
         return without_outside_readers(matches, view, self.called)
 
     def called(self, match: Any, node: fx.Node) -> str:
-        """What a miss calls the result of a matched node that is read elsewhere."""
+        """Return the words, in a miss, for the result of a matched node that is read elsewhere."""
         return f"the result of {label(node)} is"

@@ -1,8 +1,9 @@
 """Tensors that an operator saves for its backward and that the program writes to afterwards.
 
-Autograd refuses a backward whose saved tensors were written to. The operations of a program save less than an operator
-in their place, or something else: what is written to is copied. AOTAutograd has made the write functional by the time
-that Inductor drops the copy. What the graph returns, its caller may write to: that takes an operation that is left in.
+Autograd raises in a backward if a saved tensor was written to. An operator may save other tensors than the operations
+that it replaces, so those that are written to afterwards are copied for it. Inductor drops such a copy, but only after
+AOTAutograd has made the write functional. The caller may also write to a tensor that the graph returns. That one needs
+a copy that no pass removes.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attenti
 
 @contextlib.contextmanager
 def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[None]:
-    """In the block, `nodes` of the graph are replaced by an operator. What it saves, and somebody writes to after them,
-    is copied: inputs in front of the operator, its result behind it."""
+    """Copy the tensors that an operator saves and that are written to later. The block replaces `nodes` of the graph by
+    the operator. Inputs are copied before the operator, and its result after it."""
     present = set(view.graph.nodes)
     written = _Written(view, nodes)
     yield
     new = [n for n in view.graph.nodes if n not in present]
-    # operators of ours that autograd records
+    # operators of this package that autograd records
     ops = [n for n in new if is_operator(n) and any(t.requires_grad for t in tensors_in(fake(n)))]
     for op in ops:
         for node in op.all_input_nodes:
@@ -57,18 +58,18 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
 
 
 def for_the_caller(view: GraphView, e: Emitter, node: fx.Node, result: fx.Node) -> fx.Node:
-    """`result`, which an operator saves and which replaces `node`, apart from what it saves if the graph returns it."""
+    """Return `result`, which an operator saves and which replaces `node`, or a copy of it if the graph returns it."""
     wanted = fake(node).requires_grad and view.effects.returned(node)
     return _apart(e, result) if wanted else result
 
 
 def _apart(e: Emitter, t: fx.Node) -> fx.Node:
-    """t in memory of its own: no pass takes two changes of sign for a copy, as some do for `- 0.0` and `* 1.0`."""
+    """Copy t by negating it twice, which no pass removes. Some passes remove `- 0.0` and `* 1.0`."""
     return e.call(operator.neg, e.call(operator.neg, t))
 
 
 class _Written:
-    """What is written to after some nodes of a graph."""
+    """The writes after some nodes of a graph."""
 
     def __init__(self, view: GraphView, nodes: Sequence[fx.Node]) -> None:
         self._view, self._nodes = view, set(nodes)
@@ -79,15 +80,15 @@ class _Written:
         return storages([fake(t) for t in _saved_by(self._view, self._nodes)])
 
     def later(self, node: fx.Node) -> bool:
-        """Whether somebody else writes to its memory."""
+        """Whether another node writes to the memory of `node` after the first of these nodes."""
         return any(
             w not in self._nodes and self._view.order[w] > self._first
             for w in self._view.effects.writers_to(node)
         )
 
     def by_the_caller(self, node: fx.Node) -> bool:
-        """Whether the caller may write to it: the graph made and returns its memory, which the nodes do not save. What
-        is without a gradient is little but masks."""
+        """Whether the caller may write to `node`: the graph creates and returns its memory, and the nodes do not save
+        it. Tensors without a gradient are ignored, because they are mostly masks."""
         value, effects = fake(node), self._view.effects
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
@@ -97,12 +98,13 @@ class _Written:
 
     @property
     def result(self) -> bool:
-        """Whether somebody else writes to what the nodes make."""
+        """Whether another node writes to a result of these nodes."""
         return any(map(self.later, self._nodes))
 
 
 def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """What products among the nodes save: a factor, for the gradient of the other. Of one in gaps they save a copy."""
+    """Yield the tensors that products among the nodes save: each factor whose other factor needs a gradient. Of a
+    non-contiguous factor they save a copy."""
     for node in nodes:
         product, call = contraction(view, node), view.call(node)
         if product is not None:

@@ -1,4 +1,4 @@
-"""A call of a scalar function, as a program of steps: `epilogue.functions` has the table."""
+"""A call of a scalar function as a program of steps. The table of functions is in `epilogue.functions`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .no_match import NoMatch
 from .view import GraphView
 from .vocabulary import COMPARISONS
 
-Scaled = tuple[Any, float]  # an operand and what it is multiplied by
+Scaled = tuple[Any, float]  # an operand and its constant factor
 
-# A power above 1 of any of them has the gradient 0 at 0.
+# Rectifiers. A power above 1 of the result of any of them has the gradient 0 at 0.
 RECTIFIER_STEPS = (
     Step("relu"),
     Step("threshold", (0.0, 0.0)),
@@ -27,7 +27,8 @@ RECTIFIER_STEPS = (
 )
 
 
-# Calls of which one has a part in whatever is constant below some number: x + |x| and -min(-x, 0) are, too.
+# A function that is constant below some number contains at least one of these calls. Examples are x + |x| and
+# -min(-x, 0).
 RECTIFIERS = COMPARISONS | frozenset(
     (
         *"clamp clamp_min clamp_max maximum minimum abs".split(),
@@ -37,13 +38,13 @@ RECTIFIERS = COMPARISONS | frozenset(
 
 
 def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...] | None:
-    """The steps that a call applies to its input, or None. Raises NoMatch where an argument is not a constant."""
+    """Return the steps that a call applies to its input, or None. Raises NoMatch where an argument is not constant."""
 
     def const(key: str, default: Any = None) -> float:
         return number(view, node, call, key, default)
 
     def bound(by_number: str, by_tensor: str, key: str) -> Step:
-        # From torch 2.14 on, a bound that is a tensor has half of the gradient where the input is equal to it.
+        # From torch 2.14 on, a bound that is a tensor receives half of the gradient where the input equals it.
         halved = view.is_tensor(call[key]) and not compat.clamp_has_a_slope_at_its_bounds()
         return Step(by_tensor if halved else by_number, (const(key),))
 
@@ -60,7 +61,7 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
 
 
 def constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(x, c) where a node is x * c, c * x, x / (1 / c) or -x, c a constant; None for anything else."""
+    """Return (x, c) if a node is x * c, c * x, x / (1 / c) or -x, with a constant c; None for anything else."""
     call = view.call(node)
     if call.name == "neg" and view.is_tensor(call["input"]):
         return call["input"], -1.0
@@ -74,8 +75,8 @@ def constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | N
 
 
 def sums(view: GraphView, node: Any) -> tuple[tuple[Scaled, Scaled], ...]:
-    """Both ways to read a node that is p * x + q * y, as ((x, p), (y, q)): a sum or difference with a constant alpha;
-    none of others."""
+    """Return both readings ((x, p), (y, q)) of a node that is p * x + q * y, a sum or difference with a constant alpha;
+    an empty tuple for other nodes."""
     call = view.call(node)
     alpha = view.const(call.get("alpha", 1), node)
     if call.name not in ("add", "sub", "rsub") or alpha is None:
@@ -86,7 +87,7 @@ def sums(view: GraphView, node: Any) -> tuple[tuple[Scaled, Scaled], ...]:
 
 
 def number(view: GraphView, node: fx.Node, call: Call, key: str, default: Any = None) -> float:
-    """A constant argument of the call. Raises NoMatch for any other."""
+    """Return a constant argument of the call. Raises NoMatch if the argument is not constant."""
     value = view.const(call.get(key, default), node)
     if value is None:
         raise NoMatch(f"{call.name} has a {key} that is not a constant", node)

@@ -1,6 +1,6 @@
-"""Every way to put another value in the place of some elements: where, masked_fill, and what assigns to a part.
+"""Every way to replace some elements by another value: where, masked_fill, and assignments to a part.
 
-A product with a mask is none of them: of what is not finite it makes NaN.
+A product with a mask is not one of them: it turns infinities into NaN.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SELECTIONS = frozenset("where masked_fill setitem index_put index_fill".split())
 
 @dataclasses.dataclass(frozen=True)
 class Assigned:
-    """Which elements an assignment `x[index] = value` is to: all that it does not name are kept."""
+    """The elements that an assignment `x[index] = value` writes. All others are kept."""
 
     index: Any
 
     def nodes(self) -> list[fx.Node]:
-        """The nodes the index is made of."""
+        """Return the nodes in the index."""
         found: list[fx.Node] = []
         fx.map_arg(self.items(), found.append)
         return found
@@ -34,7 +34,7 @@ class Assigned:
         return list(items_of(self.index))
 
     def by_axis(self, view: GraphView, ndim: int) -> list[tuple[Any, range]]:
-        """Every item of the index, with the axes that it takes of `ndim`."""
+        """Return every item of the index with the axes, out of `ndim`, that it covers."""
         spans = [(i, _span(view, i)) for i in self.items()]
         rest = ndim - sum(n for i, n in spans if i is not Ellipsis)
         out, axis = [], 0
@@ -49,7 +49,7 @@ class Assigned:
 class Selection:
     """x where `keep` is true (with `negate`: where it is not), and `other` elsewhere.
 
-    keep: a tensor that broadcasts to x, or what an assignment names, which it does not keep.
+    keep: a tensor that broadcasts to x, or the elements that an assignment writes (with `negate`).
     """
 
     x: Any
@@ -59,7 +59,7 @@ class Selection:
 
 
 def selections(view: GraphView, call: Call) -> list[Selection]:
-    """The ways to read a call as a selection: two of where(), none of other calls."""
+    """Return the readings of a call as a selection: two for where(), none for unrelated calls."""
     match call.name:
         case "where" if call.get("other") is not None:
             condition, a, b = call["condition"], call["input"], call["other"]
@@ -82,8 +82,8 @@ def selections(view: GraphView, call: Call) -> list[Selection]:
 
 
 def _mask(view: GraphView, x: Any, index: Any, value: Any) -> fx.Node | None:
-    """The boolean tensor that an index is which takes all of the first axes: `x[mask]`, `x[..., mask]`, `x[:, mask]`;
-    None for others, and for values of which each element gets its own."""
+    """Return the boolean tensor of an index that covers all earlier axes: `x[mask]`, `x[..., mask]`, `x[:, mask]`. None
+    for other indices, and for a value with more than one element."""
     *before, mask = items_of(index)
     if not (view.is_tensor(mask) and view.dtype(mask) == torch.bool):
         return None

@@ -1,4 +1,4 @@
-"""Following one axis through views: the same view, taken of a tensor that has another size on that axis.
+"""Following one axis through views, and applying the same view to a tensor that has another size on that axis.
 
 A `Move` carries the linear input of a linear's output (D in the place of V) and per-row operands (1 in the place of V)
 through a view, slice or permutation that the user applied to the output itself.
@@ -26,9 +26,9 @@ from .view import GraphView, fake, label, same_size, same_sizes, static_size
 class Move:
     """A view op on a tensor whose axis `v_dim` is V.
 
-    v_dim, origin: the axis after the move, and for every axis after it the axis before it it came from, or None.
-    apply(e, t): take the move of `t`, of another size on the V axis; of a per-row operand, perhaps 1 on others.
-    columns: the entries of V that are kept, a slice, a list or an index tensor, if the move drops some.
+    v_dim: the V axis after the move. origin: for every axis after the move, the axis from which it came, or None.
+    apply(e, t): apply the move to `t`, which has another size on the V axis and, if it is a per-row operand, may have
+    size 1 on others. columns: the kept entries of V (a slice, a list or an index tensor), if the move drops some.
     """
 
     v_dim: int
@@ -38,7 +38,7 @@ class Move:
 
 
 def _index(node: fx.Node, shape: tuple, part: Taken, v: int) -> Move:
-    """Indexing by numbers and slices, or by one vector beside slices."""
+    """Return the move of an indexing by numbers and slices, or by one vector and slices."""
     items = [item for item in part.items if item is not None]
     columns = items[v]
     tensors = [i for i in items if isinstance(i, list) or isinstance(fake(i), torch.Tensor)]
@@ -85,14 +85,14 @@ def _is_vector(index: Any) -> bool:
 def reshaped(
     node: fx.Node, before: tuple, after: tuple, v: int, args: Sequence[Any] | None = None
 ) -> Move:
-    """reshape, to sizes as the program has them, if it has: V must survive as an axis of its own."""
+    """Return the move of a reshape, in which V must remain a separate axis. args: the sizes in the program, if any."""
     n = len(after)
     last = v == len(before) - 1 and n and same_size(after[-1], before[v])
     kept = n - 1 if last else kept_axis(before, v, after)
     if kept is None:
         raise NoMatch("reshapes the linear's output axis away", node)
     new_v = kept
-    # Axes on either side that did not change keep their identity.
+    # Unchanged axes at both ends are identified with those before.
     head = 0
     while head < min(v, new_v) and same_size(before[head], after[head]):
         head += 1
@@ -130,7 +130,7 @@ def reshaped(
 
 
 def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
-    """Where an axis of a reshaped tensor is: as many elements before it and after it."""
+    """Return the place of an axis after a reshape: the products of the sizes before and after it stay the same."""
 
     def split(sizes: Sequence[Any], at: int) -> tuple[Any, ...]:
         return math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])
@@ -140,7 +140,7 @@ def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | N
 
 
 def order_of(call: Call, n: int) -> list[int] | None:
-    """Of n axes, which one each axis of the result is, where the op only puts them in another order; else None."""
+    """Return, for each axis of the result, the axis of the input, if a call only reorders n axes; else None."""
     order = list(range(n))
     match call.name:
         case "permute":
@@ -165,7 +165,7 @@ def order_of(call: Call, n: int) -> list[int] | None:
 
 
 def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
-    """The move of a shape op whose input has V on axis `v`. Raises NoMatch where V does not survive."""
+    """Return the move of a shape op whose input has V on axis `v`. Raises NoMatch where V does not survive."""
     before = view.shape(call["input"]) if view.is_tensor(call["input"]) else ()
     after, n = view.shape(node), len(before)
     order = order_of(call, n)

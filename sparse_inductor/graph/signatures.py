@@ -1,4 +1,4 @@
-"""The parameters of every function that is known here, by its canonical name."""
+"""The parameters of every known function, by its canonical name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TEXTS: dict[str, str] = {
     "getitem": "input index",
     "index_put": "input indices values accumulate=False",
     "getattr": "input name default=None",
-    "metadata": "input name",  # what x.shape, x.dim() and the like are
+    "metadata": "input name",  # x.shape, x.dim() and the like
     "fill": "input value",
     "linear": "input weight bias=None",
     **dict.fromkeys(("addmm", "baddbmm"), "bias input weight beta=1 alpha=1"),
@@ -138,7 +138,7 @@ _TEXTS: dict[str, str] = {
 
 
 class _Signature(NamedTuple):
-    """The names of parameters, and of a last one that takes any number of arguments, or ""; what may be left out."""
+    """The names of the parameters, the name of a variadic last one or "", the required names, and the defaults."""
 
     names: tuple[str, ...]
     several: str
@@ -174,7 +174,7 @@ _KEYWORDS_OF = {
 
 
 def bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
-    """The arguments of a call by parameter name; None where one is missing, and of an unknown function."""
+    """Return the arguments of a call by parameter name; None where one is missing, or for an unknown function."""
     if name not in SIGNATURES:
         return None
     names, several, required, _ = SIGNATURES[name]
@@ -191,8 +191,8 @@ def bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
 
 
 def _one_by_one(given: tuple) -> tuple:
-    """The arguments of a variadic parameter, given one by one or as a sequence, which may be a node that makes a
-    torch.Size."""
+    """Return the arguments of a variadic parameter as a tuple. They are given one by one, as a sequence, or as a node
+    that creates a torch.Size."""
     one = given[0] if len(given) == 1 else given
     if isinstance(one, fx.Node) and one.target is torch.Size:
         one = one.args[0]

@@ -1,7 +1,7 @@
 """Running a piece of the user's graph on a few concrete rows on the CPU, to see what it computes.
 
-Some things are cheaper to find out than to prove, such as whether a threshold computed by one of a hundred sorting or
-bisection schemes makes the rows sum to one. A trial decides nothing alone: the pattern checks the structure first.
+Some properties are cheaper to test than to prove, such as whether a threshold from one of many sorting or bisection
+schemes makes the rows sum to one. A trial alone never decides: the pattern checks the structure first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANDOM = frozenset(
 _SIZED = frozenset(
     "expand view full zeros ones new_full new_zeros new_ones empty new_empty repeat broadcast_to".split()
 )
-# methods with a device or a precision in their name
+# Methods with a device or a precision in their name, and their replacements.
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cuda": "cpu"}
 
 
@@ -44,7 +44,7 @@ class Region:
 
 
 def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Region | None:
-    """What `output` is computed by from `leaves` alone; None where it depends on other tensors, too."""
+    """Return the nodes that compute `output` from `leaves` alone; None where it also depends on other tensors."""
     stop = set(leaves)
     found: set[fx.Node] = set()
     queue = [output]
@@ -59,7 +59,7 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
         if not _is_size(view, node):
             queue += node.all_input_nodes
         if not queue:
-            # What writes to the memory of a value on the way, through whatever view, belongs to it.
+            # Writes to the memory of a value in between, through any view, belong to the region.
             for value in (*found, *stop):
                 for writer in view.effects.writers_to(value):
                     late = view.order[value] < view.order[writer] <= until
@@ -73,7 +73,7 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
 
 
 def _is_size(view: GraphView, node: fx.Node) -> bool:
-    """Whether a node is a size, which does not depend on any values."""
+    """Whether a node is a size or other metadata, which does not depend on the values of tensors."""
     return isinstance(fake(node), torch.SymInt) or view.name_of(node) == "metadata"
 
 
@@ -94,7 +94,7 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The sizes a graph was made for, and those it is run with instead. Where two axes have one symbol, it
+    """The sizes for which a graph was captured, and those with which it is run instead. If two axes share a symbol, it
     stands for the size of axis `first`."""
 
     made_for: tuple[Any, ...]
@@ -110,7 +110,7 @@ class _Sizes:
         for mine, theirs in self.pairs():
             if known is None and same_size(mine, size):
                 return theirs
-        if known is None:  # made of the rows' sizes, such as n + 1
+        if known is None:  # computed from the rows' sizes, such as n + 1
             numbers = {
                 mine.node.expr: theirs
                 for mine, theirs in reversed(self.pairs())
@@ -123,7 +123,7 @@ class _Sizes:
         return known
 
     def literal(self, value: Any) -> Any:
-        """A list of sizes in which those of the rows stand as numbers."""
+        """Return a list of sizes, with the sizes of the rows replaced."""
         if len(value) != len(self.made_for):
             return value
         return tuple(
@@ -147,10 +147,12 @@ def run(
     dim: int = 0,
     exact: bool = False,
 ) -> torch.Tensor:
-    """The output for concrete leaves; `leaf` is the one whose shape says how sizes have changed (None: no one),
-    that of axis `dim` before all. exact: in the precisions that the program computes in, else in double.
+    """Return the output for concrete leaves.
 
-    Raises Untestable where the piece fails on them.
+    leaf: the leaf whose shape shows how sizes have changed, or None. dim: its axis that takes precedence if two axes
+    share a symbol. exact: compute in the program's dtypes, instead of in double.
+
+    Raises Untestable where the piece fails on these leaves.
     """
     sizes = _Sizes((), ())
     if leaf is not None:
@@ -158,7 +160,7 @@ def run(
     env: dict[fx.Node, Any] = dict(values)
     recording = torch.is_grad_enabled()
     try:
-        # Autocast does not change what is computed.
+        # The trial tests the formula, which does not depend on autocast.
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for node in piece.nodes:
                 if node not in env:
@@ -202,9 +204,9 @@ def _step(
 
 
 def _arguments(node: fx.Node, sizes: _Sizes, exact: bool = False) -> tuple[tuple, dict]:
-    """The arguments on the CPU and, unless `exact`, in double precision; sizes written as numbers replaced.
+    """Return the arguments on the CPU and, unless `exact`, in double precision, with literal sizes replaced.
 
-    In double: what is tried is the formula. How far rounding carries the user's own result is another matter.
+    Double precision tests the formula itself, without the rounding of the program's dtypes.
     """
 
     def local(x: Any) -> Any:
@@ -231,8 +233,8 @@ def _arguments(node: fx.Node, sizes: _Sizes, exact: bool = False) -> tuple[tuple
 
 
 def _resized(gm: fx.GraphModule, sizes: _Sizes) -> fx.GraphModule:
-    """A higher-order operator's body for the sizes it is run with, on the CPU: a copy, where it has others written in
-    it. To copy the body of a bisection takes longer than to run it."""
+    """Return a higher-order operator's body on the CPU for the sizes that it is run with. It is copied only if it
+    contains other sizes, because to copy the body of a bisection takes longer than to run it."""
     calls = lambda body: [n for n in body.graph.nodes if n.op in ("call_function", "call_method")]
     if all(_arguments(n, sizes) == (n.args, n.kwargs) for n in calls(gm)):
         return gm

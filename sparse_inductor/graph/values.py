@@ -1,4 +1,4 @@
-"""What is provable about an operand, and which nodes belong to a match."""
+"""Provable properties of an operand, and the nodes that belong to a match."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
 
 
 def made_of_parameters(view: GraphView, node: fx.Node) -> bool:
-    """Whether nothing but parameters goes into a tensor."""
+    """Whether a tensor is computed from parameters alone."""
     return node in _made_of_parameters(view)
 
 
@@ -57,7 +57,7 @@ def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:
 
 
 def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
-    """Whether a cast to a precision takes something from what was computed in another one."""
+    """Whether a cast of a value `computed` in one dtype to `dtype` loses precision or range."""
     to, of = torch.finfo(dtype), torch.finfo(computed)
     return to.eps > of.eps or to.max < of.max
 
@@ -68,8 +68,8 @@ def drowns(number: float, dtype: torch.dtype) -> bool:
 
 
 def extreme(number: float) -> bool:
-    """Whether a product with a number may overflow or vanish where the product with all of a program's numbers does
-    not, as `x * 1e30 * 1e30 * 1e-60` does."""
+    """Whether a product with a number may overflow or underflow although the product with all numbers of the program
+    does not, as in `x * 1e30 * 1e30 * 1e-60`."""
     return number != 0 and not 2.0**-64 <= abs(number) <= 2.0**64
 
 
@@ -85,7 +85,7 @@ _ELEMENTWISE = (
 
 
 def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
-    """Whether a tensor is provably the same all along an axis (counted from the end), expanded or computed so."""
+    """Whether a tensor is provably constant along an axis (counted from the end), by expansion or by computation."""
     made = functools.cache(lambda at: _made_uniform(view, *at))
     asked = reached([(x, from_end, reader)], lambda at: made(at) or ())
     return all(made(at) is not None for at in asked)
@@ -94,8 +94,8 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
 def _made_uniform(
     view: GraphView, x: Any, from_end: int, reader: fx.Node
 ) -> list[tuple[Any, int, fx.Node]] | None:
-    """The operands, each with an axis counted from its end and its reader, that have to be uniform for `x` to be so;
-    None where it may not be."""
+    """Return the operands that must be uniform for `x` to be uniform, each with its axis, counted from the end, and its
+    reader; None where `x` may not be uniform."""
     if not view.is_tensor(x):
         return []
     axis = len(view.shape(x)) - from_end
@@ -121,8 +121,8 @@ def _made_uniform(
 
 
 def _axis_above(view: GraphView, x: fx.Node, call: Call, axis: int) -> int | None:
-    """Which axis of a view's input an axis of its result is, one after the other, where it only reorders axes, adds
-    some of one element, or takes slices; None for other calls."""
+    """Return the axis of a view's input that becomes `axis` of its result. None for calls other than reordering axes,
+    adding axes of size 1, and slicing."""
     if (order := order_of(call, len(view.shape(x)))) is not None:
         return order[axis]
     part = taken(view, call)
@@ -136,7 +136,7 @@ def _axis_above(view: GraphView, x: fx.Node, call: Call, axis: int) -> int | Non
 
 
 def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> bool:
-    """Whether a tensor that broadcasts to a shape varies over one axis of it alone, and covers it."""
+    """Whether a tensor that broadcasts to a shape has the full size along one axis, and size 1 along the others."""
     sizes = view.shape(t)
     at = axis - (len(shape) - len(sizes))
     wanted = [shape[axis] if d == at else 1 for d in range(len(sizes))]
@@ -144,12 +144,12 @@ def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> 
 
 
 _MOVES = COPIES | REORDERS | REGROUPS | {"cast"}
-# What holds every position exactly: of 16 bits the positions from 257 or 2,049 on are rounded, of 8 bits they wrap.
+# Dtypes that hold every position exactly. In 16-bit floats positions from 257 or 2,049 on are rounded; 8 bits wrap.
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 
 
 class Progression(NamedTuple):
-    """start, start + step, start + 2 step, ... along one axis, and the same along all others.
+    """The values start, start + step, start + 2 step, ... along one axis, constant along all others.
 
     axis: counted from the end; None where the tensor has a single number.
     """
@@ -160,8 +160,8 @@ class Progression(NamedTuple):
 
 
 def progression(view: GraphView, x: Any, reader: fx.Node) -> Progression | None:
-    """The progression that a tensor provably is as `reader` sees it: an arange, moved, cut, and times and plus
-    integers."""
+    """Return the progression that `reader` provably sees in a tensor, else None. It may be an arange that is reshaped,
+    sliced, multiplied by integers, and shifted by integers."""
     if not view.is_tensor(x) or view.value(x, reader) is not x:
         return None
     result = view.shape(x)
@@ -211,14 +211,14 @@ def _wide(shape: Sequence[Any]) -> list[int]:
 
 
 def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are the same but for axes of one element, and at most one of another size."""
+    """Whether two shapes are equal up to axes of size 1, with at most one axis of another size."""
     of_a, of_b = ([s[i] for i in _wide(s)] for s in (a, b))
     return len(of_a) < 2 and same_sizes(of_a, of_b)
 
 
 def _skipped(view: GraphView, part: Taken) -> Any:
-    """How many entries of the only axis with several lie before those that are taken, of which none is left out; None
-    for other parts."""
+    """Return the number of entries before a slice of step 1 of the only axis with several entries; None for other
+    parts."""
     wide = _wide(view.shape(part.x))
     if len(wide) > 1 or not only_slices(tuple(part.items)):
         return None
@@ -232,7 +232,7 @@ def _skipped(view: GraphView, part: Taken) -> Any:
 
 
 def integer(view: GraphView, x: Any, reader: fx.Node) -> Any:
-    """The integer, a SymInt perhaps, that an argument is; else None."""
+    """Return the integer, perhaps a SymInt, that an argument is; else None."""
     if isinstance(x, fx.Node) and not view.is_tensor(x):
         x = fake(x)
     if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
@@ -243,13 +243,14 @@ def integer(view: GraphView, x: Any, reader: fx.Node) -> Any:
 
 
 def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
-    """The axis, counted from the end, along which a tensor is provably 0, 1, 2, ..., and the same along all others."""
+    """Return the axis, counted from the end, along which a tensor is provably 0, 1, 2, ..., if it is constant along the
+    others; else None."""
     found = progression(view, x, reader)
     return None if found is None or found[1:] != (0, 1) else found.axis
 
 
 def matched_nodes(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """The nodes in graph order, with those that only read the shape or dtype of one of them and serve no one else."""
+    """Return the nodes in graph order, and with them nodes that read only their shape or dtype for their use alone."""
     taken = set(nodes)
     queue = [*taken]
     while queue:

@@ -36,7 +36,7 @@ _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_n
 
 
 def label(node: fx.Node) -> str:
-    """What a user would call a node: "decoder.weight" for a parameter, else the name of the call."""
+    """Return a user's name for a node: "decoder.weight" for a parameter, else the name of the call."""
     if node.op in ("placeholder", "get_attr"):
         name = re.sub(r"^[lL]_|_$", "", str(node.target))
         name = re.sub(r"^self_", "", name)
@@ -49,13 +49,13 @@ def label(node: fx.Node) -> str:
 
 
 class Unknown(Exception):
-    """A node's shape or dtype is not known, as under vmap: a pattern leaves such a graph alone."""
+    """A node's shape or dtype is not known, as under vmap. Patterns leave such a graph as it is."""
 
 
 class GraphView:
-    """What patterns ask of a graph. Built once a pass; stale as soon as the graph is edited.
+    """The queries of patterns about a graph. Built once in each pass; stale as soon as the graph is edited.
 
-    transforms: the transform that a node runs in (of torch.func, or forward-mode differentiation), for those that do.
+    transforms: for each node that runs in a transform (of torch.func, or forward-mode differentiation), its name.
     """
 
     def __init__(self, graph: fx.Graph):
@@ -65,17 +65,18 @@ class GraphView:
         self._calls: dict[fx.Node, Call] = {}
         self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
         self._same: dict[_Pair, bool] = {}
-        self._filled_with: dict[fx.Node, float | None] = {}  # asked of all sums on the way up to it
-        self.remembered: dict[Any, dict[Any, Any]] = {}  # what `no_match.remembered` functions gave
-        self.walked: dict[Any, Any] = {}  # of `walk_back`, as the next one
+        self._filled_with: dict[fx.Node, float | None] = {}  # a cache for chains of sums
+        # The results of functions that are decorated with `no_match.remembered`.
+        self.remembered: dict[Any, dict[Any, Any]] = {}
+        self.walked: dict[Any, Any] = {}  # for `walk_back`, as is the next
         self.walks_cut = 0
         self.transforms = _transforms(graph)
         self.modes = modes_by_node(graph, modes_now())
 
     @functools.cached_property
     def function_body(self) -> bool:
-        """Whether the graph is the forward of an autograd Function: its node in the graph around it is what
-        patterns look at."""
+        """Whether the graph is the forward of an autograd Function. Patterns match the Function's node in the outer
+        graph instead."""
         last = next(iter(reversed(self.graph.nodes)))
         results = last.args[0] if last.op == "output" and last.args else ()
         return isinstance(results, (tuple, list)) and any(
@@ -83,7 +84,7 @@ class GraphView:
         )
 
     def call(self, node: Any) -> Call:
-        """The canonical call of a node; `NO_CALL`, without a name or arguments, of anything else."""
+        """Return the canonical call of a node, or `NO_CALL`, without a name or arguments, for anything else."""
         if not isinstance(node, fx.Node):
             return NO_CALL
         if node not in self._calls:
@@ -95,8 +96,8 @@ class GraphView:
         return self._names[node] if node in self._names else name_of(node)
 
     def names_of(self, node: fx.Node) -> tuple[str | None, ...]:
-        """The names that a node is looked for by: its own, and "index" for a getitem by tensors, which ATen calls
-        so."""
+        """Return the names by which a node can be found: its own, and "index", ATen's name, for a getitem by
+        tensors."""
         name = self.name_of(node)
         if name == "getitem":
             index = node.args[1] if len(node.args) > 1 else None
@@ -107,12 +108,12 @@ class GraphView:
 
     @functools.cached_property
     def names(self) -> frozenset[str | None]:
-        """The names of all nodes: what is looked for among the producers of many is often in none."""
+        """The names of all nodes. If a name is not among them, a search upwards from each node can be skipped."""
         return frozenset(name for node in self._names for name in self.names_of(node))
 
     @functools.cached_property
     def effects(self) -> Effects:
-        """Who writes to what."""
+        """The writes to memory in the graph."""
         return Effects(self.graph, self.order)
 
     # Values
@@ -121,15 +122,15 @@ class GraphView:
         return isinstance(fake(node), torch.Tensor)
 
     def shape(self, node: Any) -> tuple[Any, ...]:
-        """Sizes, symbolic ones as SymInts. Raises Unknown where there is no fake tensor to ask."""
+        """Return the sizes, symbolic ones as SymInts. Raises Unknown where there is no fake tensor."""
         found = self._shapes.get(node) if isinstance(node, fx.Node) else None
         if found is None:
             found = self._shapes[node] = tuple(self._tensor(node).shape)
         return found
 
     def same_shape(self, a: Any, b: Any) -> bool:
-        """Whether two tensors have the same sizes, so that neither is broadcast to the other; of what is no tensor
-        (an assignment) nothing is said."""
+        """Whether two tensors have the same sizes, so that neither is broadcast to the other. True if one of them is
+        not a tensor (an assignment)."""
         if not (self.is_tensor(a) and self.is_tensor(b)):
             return True
         return same_sizes(self.shape(a), self.shape(b))
@@ -161,32 +162,32 @@ class GraphView:
 
     @functools.cached_property
     def grad_enabled(self) -> bool:
-        """Whether gradients are recorded where the graph starts, or are from some place of it on; never in a Function's
-        forward, nor in what is compiled to a package."""
+        """Whether autograd records at any node of the graph. False in a Function's forward, and when compiling ahead of
+        time to a package."""
         if self.function_body or compat.compiling_ahead():
             return False
         return any(modes.records for modes in self.modes.values())
 
     def records(self, node: fx.Node) -> bool:
-        """Whether autograd records at the place of a node."""
+        """Whether autograd records at a node."""
         return self.modes[node].records
 
     def in_inference_mode(self, node: fx.Node) -> bool:
-        """Whether the graph makes a node under inference_mode."""
+        """Whether the graph runs a node under inference_mode."""
         return self.modes[node].inference
 
     def autocasts(self, node: fx.Node) -> bool:
-        """Whether autocast chooses what a tensor's node computes in."""
+        """Whether autocast chooses the dtype in which a node computes."""
         device = fake(node).device.type
         known = self.modes[node].autocast.get(device)
         return torch.is_autocast_enabled(device) if known is None else known[0]
 
     def needs_grad(self, node: Any) -> bool:
-        """Whether a gradient may be asked for of a tensor."""
+        """Whether a gradient of a tensor may be requested."""
         return self.grad_enabled and self.requires_grad(node)
 
     def kept(self, call: Call) -> fx.Node | None:
-        """The input of a call that keeps every value of it in its dtype, and its gradient where one may be asked for;
+        """Return the input of a call that keeps its values and dtype, and its gradient where one may be requested;
         None for other calls."""
         quiet = (
             call.name in COPIES
@@ -196,7 +197,8 @@ class GraphView:
         return call["input"] if quiet else None
 
     def behind(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
-        """The value that calls of certain names pass on, none of them in place, and their nodes, the last one first."""
+        """Go up through calls with certain names, none in place. Returns the first value above them, and the calls'
+        nodes, the last one first."""
         passed: list[fx.Node] = []
         while (call := self.call(node)).name in names and not call.inplace:
             x = call["input"]
@@ -208,11 +210,12 @@ class GraphView:
         return node, passed
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
-        """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
+        """Return the node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
         return self.effects.value(node, reader)
 
     def const(self, x: Any, reader: fx.Node | None = None) -> float | None:
-        """The number `x` is in every element, if the graph says so: literals, `full_like`, `tensor(c)` and casts."""
+        """Return the number that every element of `x` has, if the graph shows it (literals, `full_like`, `tensor(c)`,
+        casts); else None."""
         if isinstance(x, (int, float)):
             return float(x)
         if not isinstance(x, fx.Node) or x not in self._made_of_numbers:
@@ -233,7 +236,7 @@ class GraphView:
 
     @functools.cached_property
     def _made_of_numbers(self) -> set[fx.Node]:
-        """What may be a number in every element, by the names of all that it is made of."""
+        """The nodes that may have one number in every element, judged by the names of all calls above them."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             name = self.name_of(node)
@@ -276,10 +279,11 @@ class GraphView:
         return None
 
     def same_value(self, a: Any, b: Any) -> bool:
-        """Structural equality: Dynamo does no common-subexpression elimination."""
+        """Whether two values are structurally equal. Dynamo does not eliminate common subexpressions."""
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return a is b or (type(a) is type(b) and a == b)
-        because: dict[_Pair, _Pair | None] = {(a, b): None}  # for which pair each is asked for
+        # For each pair, the pair whose equality depends on it.
+        because: dict[_Pair, _Pair | None] = {(a, b): None}
         left: list[_Pair] = [(a, b)]
         while left:
             pair = left.pop()
@@ -299,16 +303,16 @@ class GraphView:
         return True
 
     def _same_calls(self, a: fx.Node, b: fx.Node) -> list[_Pair] | None:
-        """The pairs that have to be the same for the results of two calls to be; None where those differ."""
+        """Return the pairs that must be equal for the results of two calls to be equal; None if these differ."""
         x, y = self.call(a), self.call(b)
         if not x or x.inplace or y.inplace or (x.name, x.args.keys()) != (y.name, y.args.keys()):
             return None
         if x.drops:
-            return None  # another draw
+            return None  # each call draws another mask
         if self.value(a, b) is not a and self.order[a] < self.order[b]:
             return None
         if getattr(fake(a), "placements", None) != getattr(fake(b), "placements", None):
-            return None  # of DTensors, whose functions torch 2.11 gives no arguments
+            return None  # torch 2.11 gives functions of DTensors no arguments
         return self._same_arguments([*x.args.values()], [y.args[k] for k in x.args], a, b)
 
     def same_read(self, x: fx.Node, reader: fx.Node, y: fx.Node, other: fx.Node) -> bool:
@@ -319,7 +323,7 @@ class GraphView:
     def _same_arguments(
         self, xs: Sequence[Any], ys: Sequence[Any], a: fx.Node, b: fx.Node
     ) -> list[_Pair] | None:
-        """The same of what `a` and `b` read."""
+        """Return such pairs for the arguments `xs` of `a` and `ys` of `b`; None if they differ."""
         pairs: list[_Pair] = []
         for p, q in zip(xs, ys):
             if isinstance(p, fx.Node) and isinstance(q, fx.Node):
@@ -350,24 +354,24 @@ class GraphView:
         return live
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes whose elements a call needs, and not their shape or dtype alone."""
+        """Return the inputs whose elements a call reads, not only their shape or dtype."""
         call = self.call(node)
         if call.name in _METADATA_READERS:
             return []
         return [call["input"]] if call.name in _LIKE else node.all_input_nodes
 
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Users that need the node's elements: dead users and readers of shape or dtype do not."""
+        """Yield the users that read the node's elements, without dead users and readers of its shape or dtype."""
         for user in node.users:
             if user not in self._live or node not in self.read_by(user):
                 continue
             call = self.call(user)
             view = call.name in SHAPE_OPS and not call.inplace
             if not view or any(self.readers(user)):
-                yield user  # else its shape alone is of interest: zeros_like(logits[:, 0])
+                yield user  # else only the view's shape is read: zeros_like(logits[:, 0])
 
     def read_by_strides(self, node: fx.Node) -> bool:
-        """Whether somebody reads the memory around the node's elements, by strides of his own."""
+        """Whether a reader chooses its own strides (as_strided), and so may read memory around the elements."""
         return any(
             label(reader) == "as_strided"
             or (self.name_of(reader) in SHAPE_OPS | {"detach"} and self.read_by_strides(reader))
@@ -376,12 +380,12 @@ class GraphView:
 
 
 def rounded(c: float, dtype: torch.dtype) -> float:
-    """A number as a tensor of that dtype holds it."""
+    """Return a number as rounded to a dtype."""
     return torch.tensor(c, dtype=torch.float64).to(dtype).item()
 
 
 def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Dynamo writes a transform as calls that enter its level and leave it again."""
+    """Return the transform of each node in one. Dynamo writes a transform as calls that enter and leave its level."""
     inside: dict[fx.Node, str] = {}
     levels = [_FORWARD_AD] if compat.forward_ad_active() else []
     for node in graph.nodes:
@@ -394,13 +398,13 @@ def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
         elif (level or name == "_exit_dual_level") and levels:
             levels.pop()
         elif levels:
-            # torch.func.jvp is made of forward-mode differentiation.
+            # torch.func.jvp is implemented with forward-mode differentiation.
             inside[node] = next((x for x in reversed(levels) if x != _FORWARD_AD), _FORWARD_AD)
     return inside
 
 
 def _impure(node: fx.Node) -> bool:
-    """Calls that must stay although nobody uses their result: anything that is not plain PyTorch arithmetic."""
+    """Whether a call must stay although its result is unused: anything but plain PyTorch arithmetic."""
     if node.op != "call_function" or node.users:
         return False
     if compat.is_overload(node.target):

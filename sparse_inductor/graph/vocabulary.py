@@ -1,12 +1,12 @@
-"""What operations have in common, for every pattern: which copy, which move axes, which take a part, which compare.
+"""Classes of operations, shared by all patterns: copies, views that move axes, selections of a part, comparisons.
 
-The names are the canonical ones of `names`. A new spelling of something that is here is an alias there; a new kind of
-copy or view is a name in one of these sets, and every family follows it.
+The names are the canonical ones of `names`. To add a spelling of a function in these sets, add an alias there. To add a
+new kind of copy or view, add its name to one of these sets: every pattern then follows it.
 """
 
 from __future__ import annotations
 
-# The argument's own values in its dtype, with its gradient.
+# The result has the values and dtype of the argument, and passes its gradient on.
 COPIES = frozenset("contiguous clone alias lift_fresh positive".split())
 
 # All elements, each once: their axes in another order (`shapes.order_of` says which) ...
@@ -14,7 +14,7 @@ REORDERS = frozenset("permute transpose movedim T mT t".split())
 # ... or other axes of the same elements in the same order.
 REGROUPS = frozenset("view view_as flatten unflatten unsqueeze squeeze".split())
 SPREADS = frozenset("expand expand_as".split())
-# Some of the elements; a getitem may also be one of the results of what takes a tensor apart.
+# Some of the elements. A getitem may also select one result of a call that splits a tensor.
 PICKS = frozenset("narrow select slice index_select getitem".split())
 PARTS = frozenset("split chunk tensor_split unbind".split())
 
