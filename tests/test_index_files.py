@@ -178,14 +178,14 @@ def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(tmp_p
 def damaged(path, change, **facts):
     """An index written with some of its tensors changed."""
     index = index_of(6)
-    pending = storage.PendingFile
+    write = storage.write_tensors
     with pytest.MonkeyPatch.context() as patch:
 
-        def write(path, tensors, kind, version, about, *seen):
+        def changed(file, tensors, kind, version, about, *seen):
             change(tensors)
-            return pending(path, tensors, kind, version, about | facts, *seen)
+            write(file, tensors, kind, version, about | facts, *seen)
 
-        patch.setattr(storage, "PendingFile", write)
+        patch.setattr(storage, "write_tensors", changed)
         index.save(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import struct
 
 import numpy as np
@@ -69,6 +70,34 @@ def test_impacts_are_exact_and_terms_are_the_files_own(tmp_path, kind):
     assert write(found, tmp_path / "y", terms=terms, scale=1.0) == 1.0
     twice = read(tmp_path / "y", terms=terms)[0]
     assert torch.equal(matrix(twice), matrix(found))
+
+
+@pytest.mark.parametrize("name", ["x.ciff", "x.jsonl", "x.jsonl.gz"])
+def test_two_exports_to_one_path_and_one_that_fails_leave_a_whole_file(tmp_path, name, monkeypatch):
+    index, _ = collection()
+    (write, _), sync, inner = FORMATS[name.split(".")[1]], os.fsync, []
+    path = tmp_path / name
+
+    def beside(handle):
+        inner.append(handle)
+        if len(inner) == 1:
+            write(index, path, bits=3)
+        sync(handle)
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", beside)
+    write(index, path, bits=8)
+    whole = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(index, path, bits=16)
+    monkeypatch.undo()
+    assert len(inner) > 1 and path.read_bytes() == whole and [*tmp_path.iterdir()] == [path]
+    write(index, path, bits=8)
+    unpacked = gzip.decompress if name.endswith(".gz") else bytes
+    assert unpacked(path.read_bytes()) == unpacked(whole)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -13,10 +13,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from .impacts import FilePath, Imported, ids_of, impacts_of, replacing
+from .impacts import FilePath, Imported, ids_of, impacts_of
 from .segment import Postings, Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
+from .storage import PendingFile
 
 # Tags: a posting is field 4 of a list; document and impact are fields 1 and 2 of a posting.
 _POSTING, _DOCUMENT, _IMPACT = 0x22, 0x08, 0x10
@@ -60,7 +61,8 @@ def write_ciff(
     edges = postings.offsets.tolist()
     held = [t for t in range(index.num_terms) if edges[t + 1] > edges[t]]
     total = int(lengths.sum())
-    with replacing(path) as file:
+
+    def write(file: BinaryIO) -> None:
         _put(
             file,
             _number(1, 1) + _number(2, len(held)) + _number(3, len(index)) + _number(4, len(held))
@@ -72,6 +74,8 @@ def write_ciff(
             _put(file, _posting_list(words[t], postings, edges[t], edges[t + 1]))
         for number, (name, length) in enumerate(zip(labels, lengths.tolist())):
             _put(file, _number(1, number) + _text(2, name) + _number(3, length))
+
+    PendingFile(path, write).commit()
     return scale
 
 

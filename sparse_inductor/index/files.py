@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,9 +38,13 @@ def pending(
         "segments": [[s.scale, s.signed, s.error] for s in contents.segments],
     }
     with Progress(progress, "MiB", "written", step=256) as shown:
-        return storage.PendingFile(
-            path, tensors, _KIND, _VERSION, facts, lambda size: shown.add(size >> 20)
-        )
+
+        def write(file: BinaryIO) -> None:
+            storage.write_tensors(
+                file, tensors, _KIND, _VERSION, facts, lambda size: shown.add(size >> 20)
+            )
+
+        return storage.PendingFile(path, write)
 
 
 def contents(

@@ -11,14 +11,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
 from .segment import Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
+from .storage import PendingFile
 
 FilePath = str | os.PathLike[str]
 _BITS = 24  # the most bits of an impact, which fp32 represents exactly
@@ -52,18 +52,24 @@ def write_impacts(
         if word.split() != [word]:
             raise ValueError(f"the term {word!r} is empty or has white space")
     gone = index.operands()[2].tolist()
-    number = 0
-    with replacing(path) as raw, _as_text(raw, path) as file:
-        for rows in parts:
-            edges, ids, impacts = (
-                t.tolist() for t in (rows.offsets, rows.terms, rows.weights.int())
-            )
-            for low, high in itertools.pairwise(edges):
-                if not gone[number]:
-                    vector = {words[t]: w for t, w in zip(ids[low:high], impacts[low:high])}
-                    line = {"id": labels[number], "contents": "", "vector": vector}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                number += 1
+
+    def write(raw: BinaryIO) -> None:
+        number = 0
+        with gzip.open(raw, "wb") if _is_packed(path) else contextlib.nullcontext(raw) as packed:
+            file = io.TextIOWrapper(cast(BinaryIO, packed), "utf-8")
+            for rows in parts:
+                edges, ids, impacts = (
+                    t.tolist() for t in (rows.offsets, rows.terms, rows.weights.int())
+                )
+                for low, high in itertools.pairwise(edges):
+                    if not gone[number]:
+                        vector = {words[t]: w for t, w in zip(ids[low:high], impacts[low:high])}
+                        line = {"id": labels[number], "contents": "", "vector": vector}
+                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    number += 1
+            file.detach()
+
+    PendingFile(path, write).commit()
     return scale
 
 
@@ -102,16 +108,12 @@ def read_impacts(
     return Imported(index, names, list(known))
 
 
-@contextlib.contextmanager
-def _as_text(raw: BinaryIO, path: FilePath) -> Iterator[IO[str]]:
-    with contextlib.ExitStack() as opened:
-        if os.fspath(path).endswith(".gz"):
-            raw = cast(BinaryIO, opened.enter_context(gzip.open(raw, "wb")))
-        yield opened.enter_context(io.TextIOWrapper(raw, "utf-8"))
+def _is_packed(path: FilePath) -> bool:
+    return os.fspath(path).endswith(".gz")
 
 
 def _lines(path: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
-    opened = gzip.open if os.fspath(path).endswith(".gz") else open
+    opened = gzip.open if _is_packed(path) else open
     with opened(path, "rt", encoding="utf-8") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
@@ -191,15 +193,3 @@ def _impacts_by_segment(segments: Sequence[Segment], scale: float) -> Iterator[R
         here = impacts > 0
         kept = torch.cat((zero, here.cumsum(0)))
         yield Rows(kept[s.offsets], s.term_ids()[here], impacts[here])
-
-
-@contextlib.contextmanager
-def replacing(path: FilePath) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` when it is complete."""
-    part = Path(f"{os.fspath(path)}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -53,17 +53,8 @@ class PendingFile:
     of a new file follows the umask.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        tensors: Mapping[str, Tensor],
-        kind: str,
-        version: int,
-        facts: Any,
-        seen: Callable[[int], object],
-    ) -> None:
-        """Write tensors, copied to the CPU one at a time, and facts, which JSON must support. `seen` is called with the
-        number of bytes of each tensor written."""
+    def __init__(self, path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+        """`write` writes the contents to the open file and leaves it open."""
         self._target = Path(os.path.realpath(path))
         old = _replaceable(self._target)
         _remove_abandoned(self._target)
@@ -74,7 +65,7 @@ class PendingFile:
                 if hasattr(os, "chown"):
                     with contextlib.suppress(OSError):
                         os.chown(self._part, old.st_uid, old.st_gid)
-            _write_tensors(self._file, tensors, kind, version, facts, seen)
+            write(self._file)
             self._file.flush()
             os.fsync(self._file.fileno())
         except BaseException:
@@ -110,7 +101,7 @@ def _replaceable(target: Path) -> os.stat_result | None:
     if stat.S_ISDIR(old.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     if not stat.S_ISREG(old.st_mode):
-        raise OSError(errno.EINVAL, "an index can be saved to a regular file only", str(target))
+        raise OSError(errno.EINVAL, "an index can be written to a regular file only", str(target))
     if not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
     return old
@@ -178,7 +169,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _write_tensors(
+def write_tensors(
     file: BinaryIO,
     tensors: Mapping[str, Tensor],
     kind: str,
@@ -186,6 +177,8 @@ def _write_tensors(
     facts: Any,
     seen: Callable[[int], object],
 ) -> None:
+    """Write tensors, copied to the CPU one at a time, and facts, which JSON must support. `seen` is called with the
+    number of bytes of each tensor written."""
     # Tensors with wide elements come first, so that every tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
