@@ -148,8 +148,7 @@ def test_a_function_is_torchs(name):
     program = parse(FUNCTIONS[name].steps(*{**defaults, **given}.values()))
     function = getattr(F, name, None) or getattr(torch, name)
     check_program(program, lambda x: function(x, **given))
-    # With negative_slope=0, leaky_relu is one.
-    if FUNCTIONS[name].kind == "rectifier" and name != "leaky_relu":
+    if FUNCTIONS[name].kind == "rectifier":
         assert zero_threshold(parse(FUNCTIONS[name].steps(*[0.0] * len(defaults)))) == 0
 
 

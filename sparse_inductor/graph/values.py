@@ -107,7 +107,9 @@ def _made_uniform(
         return None
     if view.const(x) is not None:
         return []
-    if call.name in ("expand", "expand_as", "repeat", "tile"):
+    if call.name in ("expand", "expand_as", "repeat", "tile") or (
+        call.name == "repeat_interleave" and call.get("dim") is not None
+    ):
         return [(call["input"], from_end, x)]
     if (above := _axis_above(view, x, call, axis)) is not None:
         return [(call["input"], len(view.shape(call["input"])) - above, x)]

@@ -38,6 +38,9 @@ each(
     where_with_scalar=lambda w, mask: torch.where(mask.unsqueeze(2) > 0, w, 0.0),
     where_swapped=lambda w, mask: torch.where(mask.unsqueeze(-1) == 0, torch.zeros_like(w), w),
     repeat_over_vocabulary=lambda w, mask: w * mask.unsqueeze(-1).repeat(1, 1, w.shape[-1]),
+    repeat_interleaved=lambda w, mask: (
+        w * mask.unsqueeze(-1).repeat_interleave(w.shape[-1], dim=-1)
+    ),
     # sentence-transformers' mean pooling idiom
     expand_as_logits=lambda w, mask: w * mask.unsqueeze(-1).expand(w.size()).float(),
 )

@@ -345,6 +345,10 @@ each(
     gelu_activation=lambda z: F.gelu(z / 2),
     inverted_activation=lambda z: 1.0 / (1.0 + torch.relu(z)),
 )
+each(
+    activated("no_rewrite", "erfc after the linear is no step", at="torch.erfc(z)"),
+    monotone_but_no_step=lambda z: 1.0 - torch.erfc(z),
+)
 
 
 @maybe("a masked token counts with log1p(0.5), not with 0")
