@@ -268,7 +268,7 @@ class BackwardWalk:
         return epilogue.then(Element(self.node, terms(at, (b, a)[at])))
 
     def _sum(self) -> EpilogueChain:
-        """p * a + q * b"""
+        """A sum p * a + q * b."""
         ways = sums(self.view, self.node)
         if not ways:
             raise self.decline("alpha= is not a constant")

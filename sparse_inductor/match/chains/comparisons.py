@@ -150,7 +150,7 @@ def _combined(
         if not whole or view.value(side, below) is not side:
             return [], []
         if view.effects.changes(side, below, node):
-            return [], []  # the operator would read it later than it is read here
+            return [], []  # it changes before the operator would read it
     return sides, [*copies, below]
 
 

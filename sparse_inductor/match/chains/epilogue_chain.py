@@ -26,7 +26,7 @@ from ...graph.selection import Assigned
 from ...graph.values import extreme
 from ...graph.view import GraphView, fake, same_size
 
-# A smaller factor makes weights of about 0.01 lose digits in fp16, whose smallest normal number is 2**-14.
+# With a smaller factor, weights of about 0.01 lose digits in fp16: its smallest normal number is 2**-14.
 _LEAST_IN_FP16 = 2.0**-8
 
 

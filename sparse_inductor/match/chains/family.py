@@ -20,7 +20,7 @@ _RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
 
 _NOT_CROSSED = PRODUCTS - {"einsum"}  # an einsum that sums over nothing is an elementwise product
 
-_REACH = 40  # nodes looked at; a head has about ten
+_REACH = 40  # nodes that are examined; a head has about ten
 
 
 def above(

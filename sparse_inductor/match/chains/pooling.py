@@ -1,7 +1,7 @@
 """Poolings over the sequence: maxima in all their spellings, and other reductions, which a SPLADE head does not use.
 
-The reason given for one of the others refers to a single line of user code: it names the reduction there and what that
-keeps in contrast to a maximum.
+The reason for not replacing one of the others refers to a single line of user code. It names the reduction in that line
+and why it differs from a maximum.
 """
 
 from __future__ import annotations

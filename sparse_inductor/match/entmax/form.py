@@ -108,7 +108,7 @@ def _raised(view: GraphView, node: fx.Node) -> tuple[Any, float | None, fx.Node 
 
 
 def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
-    """alpha of 1 / (alpha - 1)"""
+    """alpha, if `exponent` is 1 / (alpha - 1); else None."""
     call = view.call(exponent)
     gap: Any = None
     if call.name == "div" and view.const(call["input"], exponent) == 1:
@@ -121,7 +121,7 @@ def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
 
 
 def _alpha_of_gap(view: GraphView, gap: Any) -> fx.Node | None:
-    """alpha of alpha - 1"""
+    """alpha, if `gap` is alpha - 1; else None."""
     for (alpha, own), (one, factor) in sums(view, gap):
         c = view.const(one, gap)
         if view.is_tensor(alpha) and own == 1 and c is not None and c * factor == -1:
@@ -156,7 +156,7 @@ def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[f
 
 
 def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
-    """x of max(x, 0)."""
+    """x, if `node` is max(x, 0); else None."""
     call = view.call(node)
 
     def zero(x: Any) -> bool:
@@ -229,7 +229,7 @@ def _scores(
 
 
 def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | None:
-    """x of x * (alpha - 1)"""
+    """x, if the call is x * (alpha - 1); else None."""
     if alpha is None or call.name != "mul":
         return None
     for x, gap in call.both_ways:

@@ -169,7 +169,7 @@ class Attention:
         return self._laid_out(e, p, groups)
 
     def _mask(self, e: Emitter) -> fx.Node | None:
-        """True where a key is kept."""
+        """The mask of the keys that are kept, or None."""
         kept: fx.Node | None = None
         for mask in self.masks:
             one = self._kept(e, mask)
@@ -223,7 +223,7 @@ class Attention:
         return total
 
     def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
-        """[B, H, Lq, Dv] in the axes of the user's result."""
+        """The result [B, H, Lq, Dv] in the axes of the user's result."""
         groups = (self.batch, self.heads, self.queries, self.width)
         have = Placed(out, self.anchor, tuple(tuple(group) for group in groups))
         out = self._laid_out(e, have, [flat(axis) for axis in self.out_axes])

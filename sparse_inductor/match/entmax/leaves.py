@@ -66,7 +66,7 @@ globals().update({name: _leaf(name) for name in _LEAVES})
 
 @torch.compiler.assume_constant_result
 def _leafless():
-    """Whether Dynamo cannot use a leaf here: inside a transform of torch.func, the levels of which are active while
+    """Whether Dynamo cannot use a leaf here: inside a transform of torch.func, because its levels are active while
     Dynamo traces, and where Dynamo has to end the graph."""
     return compat.transforms_active() or not compat.may_join()
 

@@ -265,7 +265,7 @@ def _chosen(
 def _constant(
     view: GraphView, node: fx.Node, reader: fx.Node, axes: Sequence[Axis]
 ) -> Choice | None:
-    """A constant tensor all non-zero entries of which are equal, as a choice; None for others."""
+    """A constant tensor with equal non-zero entries, as a choice; None for other tensors."""
     value = _computed(view, node)
     others = None if value is None else value[value != 0]
     if others is None or not others.numel() or not (others == others[0]).all():

@@ -257,7 +257,7 @@ class _Step:
         return found
 
     def _sum(self) -> Scores:
-        """a + k * b"""
+        """A sum a + k * b."""
         ways = sums(self.view, self.node)
         if not ways:
             raise self.decline("alpha= is not a constant")

@@ -290,9 +290,9 @@ def _rows(
 def _searched(width: int, alpha: float, generator: torch.Generator) -> torch.Tensor:
     """Rows with supports of all sizes, peaked and flat, with ties and offsets.
 
-    A search of few steps fails where each step leaves out one score: in geometric rows, whose mean is near their least.
-    A bisection that stops early fails where scores are just below the threshold. One that knows the largest few scores
-    alone fails in flat rows.
+    A search of few steps fails if each step drops only one score, as in geometric rows: their mean is near the smallest
+    score. A bisection that stops early fails if scores are just below the threshold. A search that only uses the
+    largest few scores fails in flat rows.
     """
     count = max(1, min(64, _MAX_SEARCHED // width // 4))
     noise = torch.randn(4, count, width, generator=generator, dtype=torch.float64)

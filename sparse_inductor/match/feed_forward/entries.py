@@ -105,8 +105,8 @@ def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 class Shift(NamedTuple):
-    """The input of a linear that is a tensor minus a vector, only the latter of which needs a gradient. That gradient
-    is a sum over the rows, so the gradients of the individual rows need not be computed."""
+    """The input of a linear as a tensor minus a vector, where only the vector needs a gradient. That gradient is a sum
+    over the rows, so the gradients of the individual rows need not be computed."""
 
     difference: fx.Node
     tensor: fx.Node

@@ -34,7 +34,7 @@ Groups = Sequence[Sequence[Atom]]
 Read = Callable[[GraphView, Any], Gather | None]
 
 ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
-_REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
+_REACH = 24  # nodes between a reduction and its gather; programs have at most ten
 _PASSED = COPIES | {"cast", "detach"}
 # Functions with a backward that maps a gradient of 0 to 0 for every weight. The operator's gradient is 0 for a weight
 # that no document uses.
@@ -55,7 +55,7 @@ class OfPairs(OfRows):
 
 
 class Factor(NamedTuple):
-    """An operand that contributions are multiplied by, divided by, or kept or dropped by where it is true.
+    """An operand that multiplies or divides contributions, or a mask that keeps or drops them.
 
     made: a function to apply to the operand first, once it has the axes of the contributions.
     """

@@ -73,7 +73,7 @@ class Scored:
         raise NotImplementedError
 
     def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
-        """[N] or [B, N] in the shape of the user's result."""
+        """Scores [N] or [B, N] in the shape of the user's result."""
         groups = (self.queries, self.docs)[2 - fake(scores).dim() :]
         want = [flat(axis) for axis in self.axes]
         scores = laid_out(e, Placed(scores, self.node, groups), want, sized=self.w.sized)
