@@ -1,1 +1,1 @@
-"""Recognition that belongs to one family or a few: chains of steps, feed-forward blocks, entmax, scoring."""
+"""Matchers that one family of patterns or a few of them use: chains of steps, feed-forward blocks, entmax, scoring."""

@@ -1,1 +1,1 @@
-"""What stands between a linear and a reduction: heads and feed-forward blocks are read by it."""
+"""The chain of operations between a linear and a reduction, used to match heads and feed-forward blocks."""

@@ -1,7 +1,7 @@
-"""The walk from a reduction up to the linear that feeds it: what stands between, in steps and operands.
+"""The walk from a reduction up to the linear that feeds it, which collects the steps and operands between the two.
 
-`walk_back` goes up through producers and notes what it passes. It does not know yet which axis is the vocabulary;
-`chain.Chain` reads the epilogue it returns from the linear down.
+`walk_back` goes up through producers and records the operations that it passes. It does not yet know which axis is the
+vocabulary; `chain.Chain` reads the epilogue that it returns from the linear down.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .epilogue_chain import (
 )
 
 _MAX_DEPTH = 64
-_MAX_LINEARS = 256  # z = z * z and z = z + z have twice as many at each step
+_MAX_LINEARS = 256  # each z = z * z or z = z + z doubles their number
 
 _NOT_MONOTONE = {
     "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan",
@@ -48,7 +48,7 @@ _NOT_MONOTONE = {
 
 
 class Spread(NoMatch):
-    """The values of a linear are broadcast along an axis that they lack, as in scores of pairs."""
+    """The values of a linear are broadcast along a new axis, as in scores of pairs."""
 
 
 def walk_back(
@@ -58,9 +58,10 @@ def walk_back(
     depth: int = 0,
     walk: type[BackwardWalk] | None = None,
 ) -> EpilogueChain:
-    """The epilogue that ends in the value `reader` sees of `node`. Raises NoMatch with the first thing in the way.
+    """The epilogue that ends in the value of `node` that `reader` sees. Raises NoMatch for the first node that cannot
+    be passed.
 
-    walk: what passes one node, where that is more than an elementwise step.
+    walk: the class that passes one node, if it passes more than `BackwardWalk` does.
     """
     walk = walk or BackwardWalk
     if not isinstance(node, fx.Node):
@@ -68,7 +69,8 @@ def walk_back(
     seen = view.value(node, reader)
     if seen is None:
         raise changed(view, node, reader)
-    # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
+    # Results are cached: a sum is walked up through both operands, and every linear on a residual stream walks up
+    # through all sums before it.
     found, nearest = view.walked.get((walk, seen), (None, math.inf))
     if depth < nearest:
         if depth > _MAX_DEPTH:
@@ -81,7 +83,7 @@ def walk_back(
                 raise NoMatch(f"more than {_MAX_LINEARS} linears are combined here", seen)
         except NoMatch as reason:
             found = reason
-        # Of a walk that was cut off, one from a nearer reader may come further.
+        # If this walk was cut off by the depth limit, a walk from a nearer reader may get further.
         view.walked[walk, seen] = found, depth if view.walks_cut > cut else -1
     elif nearest >= 0:
         view.walks_cut += 1
@@ -124,7 +126,7 @@ class BackwardWalk:
         return self.at(x, self.node)
 
     def at(self, x: Any, reader: fx.Node) -> EpilogueChain:
-        """The epilogue of what a node further up reads."""
+        """The epilogue of the value of `x` that `reader`, a node further up, sees."""
         return walk_back(self.view, x, reader, self.depth + 1, type(self))
 
     def is_full(self, x: Any) -> bool:
@@ -216,9 +218,9 @@ class BackwardWalk:
         return epilogue.then(Element(self.node, shape_op=self.call, extra=(x,)))
 
     def _batch_norm(self) -> EpilogueChain:
-        """With statistics from elsewhere: a factor and a term of every entry of axis 1."""
+        """batch_norm with given statistics: a factor and a term for every entry of axis 1."""
         call, node = self.call, self.node
-        if node.target is not F.batch_norm:  # torch's own takes its arguments in another order
+        if node.target is not F.batch_norm:  # torch.batch_norm has another order of arguments
             raise self.decline("batch_norm that is not torch.nn.functional's")
         mean, variance = call["running_mean"], call["running_var"]
         if call.get("training", False) or mean is None or variance is None:
@@ -242,22 +244,23 @@ class BackwardWalk:
     # Two operands
 
     def _found(self, a: Any, b: Any) -> list[tuple[EpilogueChain, int]]:
-        """The epilogues of two operands, of those that have the result's shape and one, each with its place."""
+        """The epilogues of two operands, each with its position. Operands without the shape of the result or without
+        an epilogue are omitted."""
         full = [(x, at) for at, x in enumerate((a, b)) if self.is_full(x)]
         if not full:
             raise self._spread()
         return [*matches(lambda way: (self.at(way[0], self.node), way[1]), full)]
 
     def _pick(self, found: Sequence[tuple[EpilogueChain, int]]) -> tuple[EpilogueChain, int]:
-        """Which of two tensor operands, of which `_found` gave these, the logits come through: its epilogue and 0 or
-        1."""
+        """The operand that carries the logits, as its epilogue and its position (0 or 1); found: the result of
+        `_found`."""
         if len(found) > 1:
             raise self.decline(f"{self.call.name} combines two tensors that come from linears")
         return found[0]
 
     def _arithmetic(self, a: Any, b: Any, terms: Callable[..., tuple]) -> EpilogueChain:
-        """f(a, b) with the logits in one of them: `terms` makes the steps of their place, 0 or 1, and of the other
-        operand, a number where it is a constant."""
+        """f(a, b) with the logits in one of the operands. `terms` returns the steps, given the position of the logits
+        (0 or 1) and the other operand, as a number if it is a constant."""
         for at, (x, other) in enumerate(((a, b), (b, a))):
             if (c := self.const(other)) is not None:
                 return self.up(x).then(Element(self.node, terms(at, c)))
@@ -265,7 +268,7 @@ class BackwardWalk:
         return epilogue.then(Element(self.node, terms(at, (b, a)[at])))
 
     def _sum(self) -> EpilogueChain:
-        """p * a + q * b"""
+        """A sum p * a + q * b."""
         ways = sums(self.view, self.node)
         if not ways:
             raise self.decline("alpha= is not a constant")
@@ -290,7 +293,8 @@ class BackwardWalk:
         return epilogue.then(Element(self.node, terms(at, (b, a)[at])))
 
     def _rectified(self, ways: Sequence[tuple[Scaled, Scaled]]) -> EpilogueChain | None:
-        """x + |x|, which is twice a rectifier, and x - min(x, 0). The gradient at 0 is that of both summands."""
+        """x + |x|, which is twice a rectifier, and x - min(x, 0). The gradient at 0 is the sum of both summands'
+        gradients."""
         view, node = self.view, self.node
         for (x, p), (y, q) in ways:
             call = view.call(y)
@@ -320,12 +324,13 @@ class BackwardWalk:
         return self._arithmetic(a, b, lambda at, other: (_factor(other),))
 
     def _gates(self, a: Any, b: Any) -> EpilogueChain | None:
-        """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
+        """x * (x > t), or x times a comparison of a value that x was computed from, possibly combined with a mask."""
         gate = lambda x, keep: kept(self.view, self.node, self.up, x, keep, False, 0.0, factor=True)
         return gate(a, b) or gate(b, a)
 
     def _einsum(self) -> EpilogueChain:
-        """An einsum that sums over nothing is a product like any other, the logits' axes put where it broadcasts."""
+        """An einsum that sums over nothing: an elementwise product, once the axes of the logits are permuted so that
+        the other operand broadcasts."""
         product = contraction(self.view, self.node)
         first = self.decline("einsum after the linear is not an elementwise step")
         if product is None:
@@ -378,7 +383,7 @@ class BackwardWalk:
     # Selection
 
     def _selected(self) -> EpilogueChain:
-        """x where a mask says so, or where nothing is assigned, and elsewhere a constant, or one number a token."""
+        """x where a mask holds, or where nothing is assigned; a constant, or one number per token, elsewhere."""
         one = self._selection()
         x, keep, c = one.x, one.keep, self.const(one.other)
         if isinstance(keep, Assigned):
@@ -387,14 +392,14 @@ class BackwardWalk:
             return self.up(x).then(Element(self.node, (Term("where", keep, (c,)),)))
         way = "not" if one.negate else None
         if c is None:
-            # x where kept, else 0; then the other value on top of that 0.
+            # x where it is kept and 0 elsewhere, to which the other value is then added.
             fill = Term("add", Fill(keep, one.other, one.negate))
             return self.up(x).then(Element(self.node, (Term("where", keep, (0.0,), way), fill)))
         gate = kept(self.view, self.node, self.up, x, keep, one.negate, c)
         return gate or self.up(x).then(Element(self.node, (Term("where", keep, (c,), way),)))
 
     def _selection(self) -> Selection:
-        """Which way a selection is one of the logits."""
+        """The reading of a selection that selects from the logits."""
         found = selections(self.view, self.call)
         if not found:
             raise self.decline("accumulates into the linear's result")
@@ -418,8 +423,8 @@ def _factor(other: Any) -> Step | Term:
 def _broadcasting(
     mine: Letters, theirs: Letters, out: Letters
 ) -> tuple[list[int], list[int]] | None:
-    """The order of an operand's axes in which another one broadcasts to it, and the one that makes the result of it;
-    None where an axis would be summed over or added."""
+    """The permutation of an operand's axes after which the other operand broadcasts to it, and the permutation from
+    there to the axes of the result. None if an axis would be summed over or added."""
     if None in mine or {*mine} != {*out} or len(mine) < len(theirs):
         return None
     if not {*theirs} - {None} <= {*mine}:

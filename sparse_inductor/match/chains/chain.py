@@ -1,8 +1,9 @@
 """An epilogue read from its linear down: the program, its operands, and how to build the operator's inputs.
 
-The vocabulary axis is followed through every view, and each operand is sorted into constant, one number a token, one
-number a vocabulary entry, or neither. A vocabulary operand that meets the chain while it is still linear becomes part
-of the weight and bias; one that comes later has to stand at the end, where it is replayed after the reduction.
+The vocabulary axis is followed through every view. Each operand is classified as a constant, one number per token, one
+number per vocabulary entry, or none of these. A vocabulary operand that is applied while the chain is still linear
+becomes part of the weight and bias. One that is applied later must be at the end of the chain, and is replayed after
+the reduction.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class _Row:
 
 
 class Chain:
-    """The program of an epilogue, with one of its linear's readings.
+    """The program of an epilogue, for one reading of its linear.
 
-    program: the steps up to the reduction. tail: what follows them that varies over the vocabulary and is
-    replayed on the reduced values. Raises NoMatch when an operand is none of constant, one number a token, one
-    number a vocabulary entry.
+    program: the steps up to the reduction. tail: the items after them that vary over the vocabulary; they are
+    replayed on the reduced values. Raises NoMatch when an operand is not a constant, one number per token, or one
+    number per vocabulary entry.
 
-    linear_after: another linear map follows, not a maximum. A token's factors may then wait until after it: they are
-    in the tail, and `factors` tells them apart.
+    linear_after: another linear map follows, not a maximum. Per-token factors can then be applied after that map: they
+    are kept in the tail, and `factors` separates them from the others.
 
     folded: the terms that became part of weight and bias, each with its reader and the constant factor before it.
     """
@@ -79,8 +80,8 @@ class Chain:
             for t in (part.source, *part.read)
         ]
         self.folded: list[tuple[Term, fx.Node, float]] = []
-        self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
-        self.wide_bias = False  # whether what is added to 16-bit logits makes them fp32
+        self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # transforms of weight and bias
+        self.wide_bias = False  # whether adding an operand to 16-bit logits promotes them to fp32
         self._turns: NoMatch | None = None  # why a maximum may not move past the tail
         for element in epilogue.elements:
             self._pass(element)
@@ -97,7 +98,7 @@ class Chain:
 
     def _pass(self, element: Element) -> None:
         self.nodes += [*element.extra, element.node]
-        # An assignment has no type of its own.
+        # An assignment is not a tensor, so it has no dtype.
         if element.terms and self.view.is_tensor(element.node):
             logits, steps = (self.view.dtype(n) for n in (self.linear.node, element.node))
             if torch.float64 in (logits, steps) and logits != steps:
@@ -130,7 +131,7 @@ class Chain:
     def _operand(self, term: Term, node: fx.Node) -> None:
         kind = self._kind(term, node)
         if kind == "row" and self._linear_so_far() and self._is_scalar(term):
-            kind = "column"  # one number for everything: a learned scale of the logits, say
+            kind = "column"  # a single number for all logits, such as a learned scale
         self.reads += [(n, node) for n in term.nodes]
         learned = [n for n in term.nodes if self.view.needs_grad(n)]
         if kind != "row":
@@ -148,7 +149,7 @@ class Chain:
             self._row(term, node)
 
     def _row(self, term: Term, node: fx.Node) -> None:
-        # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
+        # Factors and masks that fill in 0 commute, so per-token ones may follow per-entry ones.
         if self.tail and not (scales(term) and self._only_scaled()):
             if self.linear_after:
                 raise NoMatch(_MORE, node)
@@ -184,7 +185,7 @@ class Chain:
         return None
 
     def _only_scaled(self) -> bool:
-        """Whether what is in the tail commutes with a constant factor."""
+        """Whether all items of the tail commute with a constant factor."""
         return all(isinstance(t, Term) and scales(t) for t in self.tail)
 
     def _linear_so_far(self) -> bool:
@@ -199,7 +200,7 @@ class Chain:
         return kind_of(self.view, term.operand, node, self.frames[-1], self.linear_after)
 
     def merge(self, dims: Sequence[int], first: int, node: fx.Node) -> None:
-        """Make one axis of several, the axis `first`: a maximum over them is one over their product."""
+        """Merge several axes into the axis `first`: a maximum over all of them is a maximum over the merged axis."""
         shape = self.view.shape(node)
         if self.v_dim in dims:
             raise NoMatch("it reduces over the vocabulary too", node)
@@ -215,8 +216,8 @@ class Chain:
     # Proofs
 
     def flip(self) -> bool:
-        """Move the sign of a negative factor at the start of the program into the weight, where it does not turn the
-        maximum around. Whether there was one."""
+        """Move the sign of a negative factor at the start of the program into the weight, so that it no longer turns
+        a maximum into a minimum. Return whether there was such a factor."""
         factors = list(itertools.takewhile(lambda s: s.fn == "mul", self.steps))
         factor = math.prod(s.consts[0] for s in factors)
         if factor >= 0:
@@ -226,8 +227,8 @@ class Chain:
         return True
 
     def tail_fits(self, dim: int) -> bool:
-        """Whether no operand of the tail varies along the reduced axis. Raises NoMatch where one may turn a maximum
-        around."""
+        """Whether no operand of the tail varies along the reduced axis. Raises NoMatch if one of them may turn a
+        maximum into a minimum."""
         if self._turns is not None:
             raise self._turns
         for item in self.tail:
@@ -253,8 +254,8 @@ class Chain:
         return True
 
     def factors(self, node: fx.Node) -> tuple[list[Term], list[Term]]:
-        """The tail where it is factors, and masks that leave zeros, alone: those of every vocabulary entry, and those
-        of every token. Raises NoMatch where it is more."""
+        """The per-entry and the per-token items of a tail that consists of factors and of masks that fill in 0. Raises
+        NoMatch if it contains anything else."""
         columns: list[Term] = []
         rows: list[Term] = []
         for item in self.tail:
@@ -273,15 +274,15 @@ class Chain:
     def linear_input(
         self, e: Emitter, upto: int | None = None, part: Linear | None = None
     ) -> fx.Node:
-        """The linear's input, or that of a part of it, in the shape of the frame, D in the place of V."""
+        """The input of the linear, or of a part of it, in the shape of the frame, with D in place of V."""
         t = (part or self.linear).linear_input(e)
         for m in self.moves[:upto]:
             t = m.apply(e, t)
         return t
 
     def weights_and_bias(self, e: Emitter) -> tuple[list[fx.Node], fx.Node | None]:
-        """[V, D] of every summand of the linear map and [V] or None, with what the chain did to columns while it was
-        linear."""
+        """The weight [V, D] of every summand of the linear map and the bias ([V] or None). Both include the column
+        operations that the chain applied while it was linear."""
         bias = self.linear.emit_bias(e)
         first, *more = self.linear.summands
         pair = self._folded_into(e, (first.weight(e), bias))
@@ -293,7 +294,7 @@ class Chain:
         return pair
 
     def _fold(self, e: Emitter, pair: Pair, term: Term, scale: float) -> Pair:
-        """s (w x + b) with a column operand, as s (w' x + b'); what is of 16 bits is computed in fp32."""
+        """s (w x + b) with a column operand, as s (w' x + b'); 16-bit tensors are computed in fp32."""
         weight, bias = pair
         r = self.vector(e, term, e.size(weight, 0))
         if term.fn == "add":
@@ -324,21 +325,21 @@ class Chain:
         return e.method("expand", t, (columns,)) if same_size(fake(t).shape[0], 1) else t
 
     def token_operand(self, e: Emitter, term: Term) -> fx.Node:
-        """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""
+        """A per-token factor or mask from the tail, in the shape of the frame, with 1 in place of V."""
         return self._row_operand(e, _Row(len(self.moves), term, self.linear.node))
 
     def row_operands(self, e: Emitter) -> list[fx.Node]:
-        """Every row operand in the shape of the frame, 1 in the place of V."""
+        """Every row operand in the shape of the frame, with 1 in place of V."""
         return [self._row_operand(e, row) for row in self.rows]
 
     def rehearse(self, anchor: fx.Node) -> None:
-        """Raises NoMatch where an operand cannot follow the moves that come after it. Leaves the graph as it is."""
+        """Raise NoMatch if an operand cannot follow the moves after it. Leaves the graph unchanged."""
         if all(row.at == len(self.moves) for row in self.rows):
             return
         try:
             with Emitter(anchor) as e:
                 self.row_operands(e)
-        except RuntimeError as error:  # what a fake tensor says of a view that does not fit
+        except RuntimeError as error:  # raised by a fake tensor for a view that does not fit
             raise NoMatch(
                 "a per-token operand does not follow the views after it", anchor
             ) from error
@@ -357,20 +358,20 @@ class Chain:
         return t
 
     def _assigned(self, e: Emitter, operand: Assigned, at: int) -> fx.Node:
-        """Which tokens an assignment leaves as they are."""
+        """The mask of the tokens that an assignment does not change."""
         one = e.call(torch.narrow, self.linear_input(e, at), self.frames[at].v_dim, 0, 1)
         t = e.call(torch.ones_like, one, dtype=torch.bool)
         e.call(operator.setitem, t, operand.index, False)
         return t
 
     def _aligned(self, e: Emitter, t: fx.Node, at: int) -> fx.Node:
-        """A per-token tensor with the axes of the frame after `at` moves, 1 in the place of V."""
+        """A per-token tensor with the axes of the frame after `at` moves, with 1 in place of V."""
         ndim, v_dim = self.frames[at]
         t = raised(e, t, ndim)
         return t if same_size(fake(t).shape[v_dim], 1) else e.call(torch.narrow, t, v_dim, 0, 1)
 
     def replay_tail(self, e: Emitter, t: fx.Node, order: list[int]) -> fx.Node:
-        """The tail on reduced values, whose axes are the frame's in this `order`, the reduced one left out."""
+        """Apply the tail to reduced values. `order` gives their axes in the frame, without the reduced axis."""
         for item in self.tail:
             if isinstance(item, Step):
                 t = applied(e, t, item)
@@ -379,7 +380,7 @@ class Chain:
         return t
 
     def _entries(self, e: Emitter, term: Term, order: list[int], columns: int | fx.Node) -> fx.Node:
-        """An operand of the tail, to go with values in `order`."""
+        """An operand of the tail that broadcasts with values in `order`."""
         t = term.operand
         if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:
             return self.vector(e, term, columns)
@@ -390,10 +391,10 @@ class Chain:
 
 
 def scales(term: Term) -> bool:
-    """Whether a term is a factor, or one of 0 or 1 for what it keeps."""
+    """Whether a term is a factor or a mask that fills in 0, which is a factor of 0 or 1."""
     return term.fn == "mul" or (term.fn == "where" and term.const == (0.0,))
 
 
 def _is_factor(term: Term) -> bool:
-    """The same, of an operand that may wait until after a further linear map."""
+    """Whether a term scales and its operand may be applied after a further linear map."""
     return isinstance(term.operand, (fx.Node, Assigned)) and scales(term)

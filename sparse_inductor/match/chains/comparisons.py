@@ -1,4 +1,4 @@
-"""A condition that compares a value with a number: relu, threshold and clamp as people write them with a mask."""
+"""Conditions that compare a value with a number: relu, threshold and clamp written with a mask."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
 from .epilogue_chain import Element, EpilogueChain, Term
 
-COMPARED = COPIES | {"detach"}  # a comparison passes no gradient on
+COMPARED = COPIES | {"detach"}  # detach does not matter here: a comparison propagates no gradient
 
 
 class Edge(NamedTuple):
-    """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`; for a NaN
-    where `nan`. nodes: what makes the condition."""
+    """A condition that holds for values on one side of the number `at`: above it if `above`, else below it.
+
+    ties: it also holds for values equal to `at`. nan: it also holds for NaN. nodes: the nodes that compute it.
+    """
 
     at: float
     above: bool
@@ -34,9 +36,9 @@ class Edge(NamedTuple):
 def _compared(
     view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool
 ) -> Edge | None:
-    """How `condition` (with `negate` its contrary) compares the value `mine` with a constant.
+    """How `condition` (with `negate`, its negation) compares the value `mine` with a constant.
 
-    None where it does not. Raises NoMatch for a comparison with anything but a constant.
+    None if it is not such a comparison. Raises NoMatch if it compares `mine` with anything but a constant.
     """
     condition, wrapped, negated = unwrapped(view, condition)
     call = view.call(condition)
@@ -65,20 +67,21 @@ def _compared(
 
 
 def is_comparison(view: GraphView, condition: Any) -> bool:
-    """Whether a condition, or its contrary, compares something."""
+    """Whether a condition is a comparison or the negation of one."""
     return view.call(unwrapped(view, condition)[0]).name in COMPARISONS
 
 
 def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
-    """A condition without its negations, copies and casts; these, the last one first; whether they negate it."""
+    """A condition without its negations, copies and casts; these nodes, last one first; and whether they negate it."""
     condition, wrapped = view.behind(condition, NEGATIONS | COMPARED | {"cast"})
     return condition, wrapped, sum(view.name_of(n) in NEGATIONS for n in wrapped) % 2 == 1
 
 
-# Values kept where they, or what they were computed from, are above a number, as where(z > 0, log1p(z), 0), are a
-# threshold: f(z) where z > t, else c, is f of (z where z > t, else k) if f(k) = c.
+# A value that is kept where it, or a value that it was computed from, is above a number is a threshold, as in
+# where(z > 0, log1p(z), 0): (f(z) where z > t, else c) equals f(z where z > t, else k) if f(k) = c.
 
-# What is kept where both hold, and (with `negate`) what is replaced where one does.
+# The operation that combines two conditions: with "and_" a value is kept where both hold, and with "or_" (`negate`) it
+# is replaced where either holds.
 _BOTH = {False: "and_", True: "or_"}
 
 
@@ -92,13 +95,14 @@ def kept(
     c: float,
     factor: bool = False,
 ) -> EpilogueChain | None:
-    """The epilogue of `node`, which is x, whose own `up` gives, where a comparison of it, or of what it was computed
-    from, and maybe a mask, say so, else c; None for other masks.
+    """The epilogue of `node`, which keeps `x` where the condition `keep` holds and is `c` elsewhere.
 
-    factor: what is kept is multiplied by 1, the rest by 0, so that it has to be a number.
+    None unless `keep` compares `x`, or a value that `x` was computed from, with a number. It may also contain masks.
+    up: returns the epilogue of `x`. negate: `keep` marks the values to replace instead. factor: `x` is multiplied by 1
+    where it is kept and by 0 elsewhere, so that it has to be finite there.
     """
     parts, nodes = _conditions(view, keep, node, negate)
-    # One number a token that is compared is a mask like any other.
+    # A comparison of one number per token is an ordinary mask.
     each = any(is_comparison(view, p) and view.same_shape(p, x) for p in parts)
     if not (view.is_tensor(x) and each):
         return None
@@ -120,8 +124,8 @@ def kept(
 def _conditions(
     view: GraphView, x: Any, node: fx.Node, negate: bool
 ) -> tuple[list[Any], tuple[fx.Node, ...]]:
-    """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
-    that combine them."""
+    """The conditions that `x`, as `node` reads it, combines, and the nodes that combine them. A value is kept where all
+    of them hold (with `negate`: where none holds)."""
     nodes: list[fx.Node] = []
 
     def sides(one: Any) -> list[Any]:
@@ -135,7 +139,7 @@ def _conditions(
 def _combined(
     view: GraphView, x: Any, node: fx.Node, negate: bool
 ) -> tuple[list[Any], list[fx.Node]]:
-    """The two conditions that make one, and the nodes that combine them; nothing where it is no such combination."""
+    """The two conditions that `x` combines, and the nodes that combine them; empty if `x` is no such combination."""
     below, copies = view.behind(x, COMPARED | {"cast"})
     call = view.call(below)
     if call.inplace or call.name != _BOTH[negate]:
@@ -146,7 +150,7 @@ def _combined(
         if not whole or view.value(side, below) is not side:
             return [], []
         if view.effects.changes(side, below, node):
-            return [], []  # the operator would read it later than it is read here
+            return [], []  # it changes before the operator would read it
     return sides, [*copies, below]
 
 
@@ -159,9 +163,9 @@ def _gated(
     c: float,
     factor: bool,
 ) -> EpilogueChain | None:
-    """The epilogue of `node`, which is what `epilogue` ends in where `condition` says so of a value on it, else `c`.
+    """The epilogue of `node`, which is the result of `epilogue` where `condition` holds for a value on it, else `c`.
 
-    None where `condition` compares no value on the epilogue with a number; raises NoMatch where it does and is no
+    None if `condition` does not compare a value on the epilogue with a number. Raises NoMatch if it does but is not a
     threshold.
     """
     elements = epilogue.elements
@@ -174,11 +178,12 @@ def _gated(
             if factor and prove(after).direction != 1:
                 raise NoMatch("multiplies by 0 what may be no number", node)
             for later in after if view.needs_grad(below) else ():
-                # Of an interval of numbers it is NaN, with a slope that is NaN, too.
+                # These are NaN on an interval, and so is their gradient, even where the result is replaced.
                 if later.fn == "sqrt" or (later.fn == "pow" and later.consts[0] % 1):
                     raise NoMatch(f"{later} has no gradient where its result is not kept", node)
             nodes = (*(n for e in elements[i:] for n in (*e.extra, e.node)), *found.nodes)
-            # One element: what is compared later is compared with values before this threshold.
+            # One element, because the values between its steps no longer equal those of the graph. A second comparison
+            # may only use values before this threshold.
             whole = Element(node, (step, *after), extra=nodes)
             return EpilogueChain(epilogue.linears, (*elements[:i], whole))
         terms = elements[i - 1].terms if i else ()
@@ -190,7 +195,8 @@ def _gated(
 
 
 def _threshold(edge: Edge, after: Sequence[Step], c: float, factor: bool, node: fx.Node) -> Step:
-    """The step in front of some others that gives `c` behind them where a comparison does not hold. Raises NoMatch."""
+    """The step to apply before the steps `after` so that their result is `c` where the comparison does not hold. Raises
+    NoMatch if there is none."""
     if not edge.above:
         if after or factor or edge.at != c:
             raise NoMatch("keeps the small values and replaces the large ones", node)
@@ -201,7 +207,7 @@ def _threshold(edge: Edge, after: Sequence[Step], c: float, factor: bool, node: 
     start = next(starts, None) if after else c
     if start is None:
         raise NoMatch(f"fills in {c:g}, which the values that it keeps do not start from", node)
-    if factor:  # a NaN times 0 or 1 is one, whatever the comparison says of it
+    if factor:  # NaN times 0 or 1 is NaN, whatever the comparison returns for NaN
         steps = "gate_above", "gate_at_least"
     else:
         steps = ("threshold", "fill_below") if edge.nan else ("above", "at_least")

@@ -1,6 +1,6 @@
-"""What stands between a linear and a reduction, as the backward walk finds it; sums and stacks of such linears.
+"""The operations between a linear and a reduction, as the backward walk finds them; sums and stacks of such linears.
 
-W x + V t is one linear map, of [W V] and of x with t behind it. An adapter adds one to what a layer has: LoRA computes
+W x + V t is one linear map, with the weight [W V] and the input [x t]. Adapters make such sums: LoRA computes
 W x + s B (A x), where t is A x.
 """
 
@@ -26,13 +26,14 @@ from ...graph.selection import Assigned
 from ...graph.values import extreme
 from ...graph.view import GraphView, fake, same_size
 
-# Weights of a hundredth or so that are multiplied by less lose digits in fp16: 2**-14 is its least normal number.
+# With a smaller factor, weights of about 0.01 lose digits in fp16: its smallest normal number is 2**-14.
 _LEAST_IN_FP16 = 2.0**-8
 
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """The operand that puts `value`, known only at run time, where `mask` is false (true, if `negate`): 0 elsewhere."""
+    """An operand that is `value`, known only at run time, where `mask` is false (with `negate`: true), and 0
+    elsewhere."""
 
     mask: fx.Node
     value: fx.Node
@@ -44,7 +45,7 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True)
 class Normalised:
-    """What batch normalisation with statistics from elsewhere multiplies axis 1 by, or (`shift`) adds to it."""
+    """The factor that batch normalisation with given statistics applies to axis 1, or (`shift`) the term it adds."""
 
     mean: fx.Node
     variance: fx.Node
@@ -58,7 +59,7 @@ class Normalised:
         return [n for n in found if n is not None]
 
     def emit(self, e: Emitter) -> fx.Node:
-        """[V]"""
+        """The factor or term, of shape [V]."""
         factor = e.call(torch.rsqrt, e.call(operator.add, self.variance, self.eps))
         if self.weight is not None:
             factor = e.call(operator.mul, factor, self.weight)
@@ -70,9 +71,9 @@ class Normalised:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A step with an operand that is a node of the user's graph: y + r, y * r, or y where r, else a constant.
+    """A step with an operand r from the user's graph: y + r, y * r, or y where r holds and a constant elsewhere.
 
-    prepare: what to do to the operand first: "reciprocal", "not", or a factor.
+    prepare: the operation to apply to the operand first: "reciprocal", "not", or a factor.
     """
 
     fn: str
@@ -82,13 +83,13 @@ class Term:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """What the operand is made of."""
+        """The nodes that the operand consists of."""
         return [self.operand] if isinstance(self.operand, fx.Node) else self.operand.nodes()
 
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One thing between the linear and the reduction, and the nodes that do it."""
+    """One operation between the linear and the reduction, and the nodes that compute it."""
 
     node: fx.Node
     terms: tuple[Step | Term, ...] = ()
@@ -105,12 +106,12 @@ class EpilogueChain:
 
     @property
     def factors(self) -> tuple[EpilogueChain, ...]:
-        """The epilogues whose product the value is."""
+        """The epilogues that are multiplied to give the value."""
         return (self,)
 
     @property
     def steps(self) -> list[Step] | None:
-        """Its steps; None where it has more: operands, views or factors."""
+        """The steps of the epilogue; None if it also has operands, views or several factors."""
         terms = [t for e in self.elements for t in (*e.terms, e.shape_op) if t is not None]
         steps = [t for t in terms if isinstance(t, Step)]
         return steps if len(steps) == len(terms) and len(self.factors) == 1 else None
@@ -126,13 +127,14 @@ class EpilogueChain:
 def summed(
     node: fx.Node, summands: Sequence[tuple[EpilogueChain, float]], view: GraphView
 ) -> list[Linear]:
-    """The readings of a sum of epilogues, each times a number, as a linear map: none where one is more than scaled."""
+    """The readings, as one linear map, of a sum of epilogues that are each multiplied by a number. Empty if an epilogue
+    does more than scale its linear."""
     nodes = [n for epilogue, _ in summands for n in epilogue.nodes]
     scales = []
     for epilogue, number in summands:
         if epilogue.steps is None:
             return []
-        steps = [s for s in epilogue.steps if s != Step("add", (0.0,))]  # with which sum() starts
+        steps = [s for s in epilogue.steps if s != Step("add", (0.0,))]  # sum() starts with 0
         if any(s.fn != "mul" for s in steps):
             return []
         scale = math.prod((s.consts[0] for s in steps), start=number)
@@ -145,7 +147,7 @@ def summed(
     for readings in itertools.product(*(epilogue.linears for epilogue, _ in summands)):
         axes = {(r.v_dim, len(view.shape(r.node))) for r in readings}
         if len(axes) == 1 and all(r.v_axes == 1 for r in readings):
-            # A residual stream has many: they are looked at one by one where it is part of a match.
+            # A residual stream has many summands. Each is examined only if the sum is part of a match.
             parts: tuple[Linear, ...] = ()
             within: tuple[fx.Node, ...] = ()
             for r, scale in zip(readings, scales):
@@ -156,7 +158,7 @@ def summed(
 
 
 def _joined(node: fx.Node, parts: tuple[Linear, ...], within: tuple[fx.Node, ...]) -> Linear:
-    """The sum of some maps. Input and weight are the first one's: who reads it asks for its summands."""
+    """The sum of some maps. Its input and weight are those of the first map, so readers must use `summands`."""
     bias = next((p.bias for p in parts if p.bias is not None), None)
 
     def sum_of_biases(e: Emitter) -> fx.Node:
@@ -180,9 +182,9 @@ def _joined(node: fx.Node, parts: tuple[Linear, ...], within: tuple[fx.Node, ...
 def stacked(
     view: GraphView, node: fx.Node, call: Call, epilogues: Sequence[EpilogueChain]
 ) -> EpilogueChain | None:
-    """The epilogue of results of one linear map that are put beside each other: that of the inputs beside each other.
+    """The epilogue of a cat or stack of results of one linear map: the map is applied to the cat or stack of inputs.
 
-    None where weights, biases or steps differ, or the results lie along the axis of the outputs.
+    None if weights, biases or steps differ, or if the results are concatenated along the output axis.
     """
     dim, new = call.get("dim", 0) % len(view.shape(node)), call.name == "stack"
     put, steps, found = getattr(torch, call.name), epilogues[0].steps, []
@@ -205,15 +207,16 @@ def stacked(
 
 
 def _beside(put: Callable[..., Any], readings: Sequence[Linear], dim: int, dtype: Any) -> Make:
-    """The linear inputs of some maps beside each other."""
+    """Builds the cat or stack of the linear inputs of some maps."""
     return lambda e: e.call(put, [e.cast(r.linear_input(e), dtype) for r in readings], dim)
 
 
 def rejoined(
     view: GraphView, node: fx.Node, call: Call, epilogues: Sequence[EpilogueChain]
 ) -> EpilogueChain | None:
-    """The epilogue of a cat of slices that follow each other, each after the same steps: that of what they are slices
-    of. Inductor moves functions of what is concatenated in front of the concatenation. None for anything else."""
+    """The epilogue of a cat of consecutive slices of one tensor, each followed by the same steps: the epilogue of that
+    tensor, and then the steps. Inductor produces this form when it moves pointwise functions before a cat. None for
+    anything else."""
     cuts, nodes, ways = [], [], []
     for epilogue in epilogues:
         elements = epilogue.elements
@@ -242,7 +245,7 @@ def rejoined(
 
 
 def _alike(view: GraphView, node: fx.Node, a: Linear, b: Linear) -> bool:
-    """Whether two linear maps have the same weight, bias and axis of outputs, and results as `node` has them."""
+    """Whether two linear maps have the same weight, bias and output axis, and `b` has the dtype of `node`."""
     at, makes = (a.node, b.node), ((a.weight, b.weight), (a.emit_bias, b.emit_bias))
     same = a.v_dim == b.v_dim and view.same_read(a.weight_source, at[0], b.weight_source, at[1])
     plain = b.v_axes == 1 and not b.parts and view.dtype(b.node) == view.dtype(node)

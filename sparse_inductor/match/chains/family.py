@@ -1,4 +1,4 @@
-"""The looser signature of a family: is it worth telling the user why a subgraph did not match?"""
+"""The looser signature of a family of patterns: a subgraph that has it but does not match is reported with a reason."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ...pattern import Miss
 
 _RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
 
-_NOT_CROSSED = PRODUCTS - {"einsum"}  # one that sums over nothing multiplies as any other product
+_NOT_CROSSED = PRODUCTS - {"einsum"}  # an einsum that sums over nothing is an elementwise product
 
-_REACH = 40  # nodes looked at; a head has about ten
+_REACH = 40  # nodes that are examined; a head has about ten
 
 
 def above(
@@ -29,8 +29,9 @@ def above(
     stop: Collection[str] = (),
     counts: Callable[[fx.Node], bool] = lambda n: True,
 ) -> set[str]:
-    """Canonical names found among the producers of a tensor that count; matmuls are not crossed, nor what `stop` names.
-    A linear map counts as "linear", a matmul of two batched tensors as "batched matmul"."""
+    """The canonical names of the producers of a tensor, restricted to producers for which `counts` is true. The search
+    does not go above matmuls or the operations in `stop`. A linear map appears as "linear", a matmul of two batched
+    tensors as "batched matmul"."""
 
     def up(n: fx.Node) -> Sequence[fx.Node]:
         name, producers = _named(view, n)
@@ -40,20 +41,20 @@ def above(
     return {name for name in names if name is not None}
 
 
-# Clamps that are no rectifiers: what is quantised, and what is divided by.
+# Names for clamps that are not rectifiers: those of values to be quantised, and of divisors.
 RANGE = "a clamp around 0"
 FLOOR = "a clamp above 0"
 
 
 @remembered
 def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node]]:
-    """What a node counts as, and what is above it: nothing of a product."""
+    """The name of a node for `above`, and its producers (none for a matmul)."""
     readings = linears(view, node)
     if readings is not None:
         return "linear" if readings else "batched matmul", ()
     if entry_of_stack(view, node) is not None:
         return "linear", ()
-    # A function of somebody else's may well be in the way.
+    # Tuples and lists count as values, because a custom function may return them.
     values = (torch.Tensor, tuple, list)
     name = view.name_of(node)
     if name in ("clamp", "clamp_min"):
@@ -66,8 +67,8 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
 
 
 class _Names:
-    """The names among the producers of each node, a bit each: matmuls are not crossed, einsums are, and what is written
-    in place may be read by anybody."""
+    """The names among the producers of each node, as bit sets. Matmuls are not crossed, einsums are. Producers of
+    in-place writes count for every node, because any node may read the written tensor."""
 
     def __init__(self, view: GraphView) -> None:
         self._bits: dict[str | None, int] = {}
@@ -98,7 +99,8 @@ _names = once(_Names)
 
 
 def may_be_above(view: GraphView, nodes: Iterable[fx.Node], names: frozenset[str]) -> bool:
-    """Whether one of some names may be among the producers of tensors, of which `above` and `walk_back` see a part."""
+    """Whether one of `names` may be among the producers of `nodes`. If not, `above` and `walk_back` cannot find one
+    either."""
     return not view.names.isdisjoint(names) and _names(view).among(nodes, names)
 
 
@@ -109,8 +111,9 @@ def below(view: GraphView, node: fx.Node, names: Collection[str]) -> bool:
 
 @remembered
 def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] | None:
-    """What is above the rectified operand of a batched product of products, and whether the other one is a
-    parameter: the down projections of experts rather than the values of an attention. None for anything else."""
+    """The names above the rectified operand of a batched matmul that takes results of matmuls, and whether the other
+    operand is a parameter. A parameter means the down projections of experts rather than the values of an attention.
+    None for anything else."""
     if not may_be_above(view, node.all_input_nodes, _RECTIFIERS):
         return None
     product = contraction(view, node)
@@ -124,15 +127,15 @@ def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] |
     return None
 
 
-# Dynamo's DDPOptimizer cuts a graph before any pass sees it, so that the gradients of a bucket are reduced while those
-# of the one before it are computed. A projection whose parameters fill a bucket starts it: what is projected is a
-# result of another graph. A pattern sees the head of such a block when it is asked about "output", one of its anchors.
+# Dynamo's DDPOptimizer splits a graph before any pass sees it, so that the gradients of one bucket are reduced while
+# those of the preceding bucket are computed. A projection with enough parameters to fill a bucket starts a new one, so
+# its input is a result of another graph. A pattern sees the first part of such a block at the "output" anchor.
 
 
 def split_block(
     view: GraphView, output: fx.Node, what: str, is_head: Callable[[fx.Node], bool]
 ) -> Miss | None:
-    """Why a block is none whose first part, `what`, is a result of a bucket's graph."""
+    """Why a block does not match if its first part, `what`, is a result of the graph of a DDP bucket."""
     if not compat.in_ddp_bucket(view.graph.owning_module):
         return None
     for node in output.all_input_nodes:

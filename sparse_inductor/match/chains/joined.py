@@ -1,4 +1,4 @@
-"""Sums of linear maps as one: their inputs beside each other, and their weights."""
+"""Sums of linear maps as one map: their inputs and their weights are concatenated along D."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .chain import Chain
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """inputs: of every input, which summand of each chain's linear map takes it; None where none does."""
+    """The linear maps of some chains as maps of one concatenated input.
+
+    inputs: for every input, the index of the summand of each chain's linear map that takes it, or None.
+    """
 
     chains: tuple[Chain, ...]
     inputs: tuple[tuple[int | None, ...], ...]
@@ -24,7 +27,7 @@ class Joined:
     def emit(
         self, e: Emitter, dtype: torch.dtype
     ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node | None]]]:
-        """The input in the shape of the frame, and of every chain the weight [V, D] and the bias, which is not cast."""
+        """The input in the shape of the frame, and the weight [V, D] and bias of every chain. The bias is not cast."""
         tokens = [e.cast(self._input(e, at), dtype) for at in self.inputs]
         axis = self.chains[0].v_dim
         sizes = [fake(t).shape[axis] for t in tokens]
@@ -47,11 +50,11 @@ class Joined:
 
     @property
     def parts(self) -> list[Linear]:
-        """What is copied to stand beside others: nothing where there is one input."""
+        """The maps that are copied by the concatenation: none if there is one input."""
         several = len(self.inputs) > 1
         return [p for c in self.chains for p in c.linear.summands] if several else []
 
 
 def joined_summands(chain: Chain) -> Joined:
-    """The summands of one chain's linear map, each with an input of its own."""
+    """The summands of one chain's linear map, each with its own input."""
     return Joined((chain,), tuple((i,) for i in range(len(chain.linear.summands))))

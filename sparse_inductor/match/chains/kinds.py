@@ -1,4 +1,4 @@
-"""What an operand of a chain has one number for: a token, a vocabulary entry, or both."""
+"""The kinds of operands in a chain: one number per token, per vocabulary entry, or per combination of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = Literal["row", "column", "entry"]
 
 
 class Frame(NamedTuple):
-    """The axes of a value of the chain: how many, and which of them is the vocabulary."""
+    """The axes of a value of the chain: their number, and which of them is the vocabulary."""
 
     ndim: int
     v_dim: int
@@ -33,10 +33,11 @@ def kind_of(
     frame: Frame,
     linear_after: bool,
 ) -> Kind:
-    """What the operand that `node` combines with a value in `frame` has one number for.
+    """The kind of the operand that `node` combines with a value in `frame`.
 
-    "row": a token; "column": a vocabulary entry; "entry": both a sequence and a vocabulary entry, if it is the reduced
-    axis that has one element (see `Chain.tail_fits`). Raises NoMatch for any other; linear_after: see `Chain`.
+    "row": one number per token. "column": one per vocabulary entry. "entry": one per sequence and vocabulary entry,
+    provided that the axis of size 1 is the reduced one (see `Chain.tail_fits`). Raises NoMatch for any other operand.
+    linear_after: see `Chain`.
     """
     if isinstance(operand, Assigned):
         return _assigned_kind(view, operand, node, frame)
@@ -64,7 +65,8 @@ def kind_of(
 
 
 def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool) -> NoMatch:
-    """Why an operand that varies with the logits is none: what is in the way to a linear of its own, if known."""
+    """Why an operand with the shape of the logits is not supported: the first node between it and its own linear that
+    cannot be followed, if known."""
     if linear_after and "linear" in above(view, operand):
         if is_comparison(view, operand) and view.name_of(node) != "mul":
             compares = unwrapped(view, operand)[0]

@@ -1,7 +1,7 @@
-"""Poolings over the sequence: maxima, however they are written, and others, of which none is a SPLADE head's.
+"""Poolings over the sequence: maxima in all their spellings, and other reductions, which a SPLADE head does not use.
 
-Why one of the others is left as it is says a reason about one line of the user's: which reduction stands there, and
-what it keeps that a maximum would not.
+The reason for not replacing one of the others refers to a single line of user code. It names the reduction in that line
+and why it differs from a maximum.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from .backward_walk import walk_back
 from .chain import Chain
 from .family import FLOOR, RANGE, above, below
 
-_PICKS = frozenset("gather take_along_dim getitem".split())  # at a position where the largest is
+_PICKS = frozenset("gather take_along_dim getitem".split())  # at the position of the maximum
 _WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n in (1, 2, 3))
 _MAXIMA = _PICKS | _WINDOWS | frozenset("max_dim amax maximum min_dim amin aminmax topk".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A maximum (or minimum) over an axis, or over several, of which one is made in the place of the last: `dim`.
+    """A maximum (or minimum) over one or several axes. Several axes are merged into one, which is then axis `dim`.
 
-    values, positions: which of the node's results they are; None where the node is the values, or has no positions.
+    values, positions: their indices among the node's results; None if the node itself is the values, or if it returns
+    no positions.
     """
 
     source: fx.Node
@@ -44,10 +45,10 @@ class Reduction:
     values: int | None = None
     positions: int | None = None
     minimum: bool = False
-    even: bool = False  # those that share the maximum share its gradient; else it is the first's
-    within: tuple[fx.Node, ...] = ()  # what else it is made of
-    one_by_one: bool = False  # by maximum() of two at a time
-    least: float = -math.inf  # the result is no smaller
+    even: bool = False  # tied maxima share the gradient evenly; else the first one receives it
+    within: tuple[fx.Node, ...] = ()  # further nodes that compute it
+    one_by_one: bool = False  # computed by maximum() of two values at a time
+    least: float = -math.inf  # a lower bound of the result
 
     @property
     def dim(self) -> int:
@@ -55,7 +56,7 @@ class Reduction:
 
 
 def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
-    """The maximum (or minimum) that a node is; None where it is none, or one of windows."""
+    """The maximum (or minimum) that a node computes; None for other nodes, and for maxima over windows."""
     call = view.call(node)
     if not view.is_tensor(call.get("input")):
         return None
@@ -86,7 +87,7 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
 
 
 def _windowed(view: GraphView, node: fx.Node, call: Call) -> tuple[int, ...]:
-    """The axes that a pooling has one window along, if it keeps the others."""
+    """The axes that a pooling covers with a single window, if it leaves the other axes unchanged."""
     n, shape = int(call.name[-2]), view.shape(call["input"])
     sizes = [*zip(shape[-n:], view.shape(node)[-n:])]
     given = listed(call.get("kernel_size", shape[-n:]))
@@ -99,8 +100,8 @@ def _windowed(view: GraphView, node: fx.Node, call: Call) -> tuple[int, ...]:
 
 
 def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple[Any, fx.Node]]]:
-    """What is compared by maximum() of two at a time, each with its reader, the first one first, and the nodes that do
-    it; nothing where the result goes into a further one."""
+    """The maximum() nodes that compare two values at a time, and the values that they compare, in order, each with its
+    reader. Empty if the result is an operand of a further maximum()."""
     if node.users and all(view.name_of(u) == "maximum" for u in node.users):
         return [], []
     nodes: list[fx.Node] = []
@@ -118,12 +119,12 @@ def _compared(view: GraphView, node: fx.Node) -> tuple[list[fx.Node], list[tuple
 
 
 def _entries(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> Part | None:
-    """What is compared as entries of an axis, but for numbers; see `entries_of`."""
+    """The compared values, without the numbers among them, as entries of an axis; see `entries_of`."""
     return entries_of(view, [leaf for leaf in leaves if view.const(*leaf) is None])
 
 
 def _one_by_one(view: GraphView, node: fx.Node) -> Reduction | None:
-    """The entries of an axis compared with maximum(), two at a time, and maybe with a number."""
+    """The maximum over an axis that is computed by maximum() of two entries at a time, and possibly of a number."""
     nodes, leaves = _compared(view, node)
     numbers = [c for x, reader in leaves if (c := view.const(x, reader)) is not None]
     entries = _entries(view, leaves)
@@ -142,7 +143,7 @@ def _one_by_one(view: GraphView, node: fx.Node) -> Reduction | None:
 def _where_largest(
     view: GraphView, node: fx.Node, source: fx.Node, index: Any, dim: int
 ) -> tuple[fx.Node, ...] | None:
-    """What makes an index that says where along `dim` the largest values of `source` are; None where none does."""
+    """The nodes that compute `index`, if it is the argmax of `source` along `dim`; else None."""
     ndim, nodes, keepdim = len(view.shape(source)), [], True
     part = taken(view, view.call(index))
     if part is not None and part.items == [None if d == dim else slice(None) for d in range(ndim)]:
@@ -158,7 +159,7 @@ def _where_largest(
 
 
 def _end_of_sort(view: GraphView, node: fx.Node, call: Call) -> Reduction | None:
-    """sort(x, dim).values, of which the last along dim is taken, or the first where it is descending."""
+    """The last entry of sort(x, dim).values along dim, or the first entry of a descending sort."""
     entry = entry_of_axis(view, call)
     if entry is None:
         return None
@@ -214,19 +215,19 @@ _ORDERS = {
     "topk": "the {k} largest values of every term are used, not the largest alone",
     "max_pool1d": "a maximum over windows, not over the whole sequence",
 }
-# A maximum over the tokens of each sequence, which lie end to end: where the tokens are among the arguments.
+# Operations that reduce packed (concatenated) sequences, and the name of the argument that holds the tokens.
 _PACKED = {"scatter_reduce": "src", "index_reduce": "src", "segment_reduce": "data"}
 _POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
 _PRODUCTS = frozenset("einsum matmul bmm".split())
 ANCHORS = _MAXIMA | _POOLS | _PRODUCTS
-# One of these is in every graph with a head, or with what is nearly one.
+# Every graph with a head, or with something similar to a head, contains one of these.
 SIGNS = (_MAXIMA - _PICKS) | _LOGS | {"argmax", "sort"}
-# What is below these has one value a sequence, or a pair: pooled already.
+# The results of these are already pooled: they have one value per sequence, or per pair of sequences.
 _POOLED = frozenset("amax amin max_dim min_dim aminmax cdist".split()) | _POOLS | _WINDOWS
 
 
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
-    """Why this sum, mean, top-k or the like is no SPLADE head; None where it has nothing to do with one."""
+    """Why this sum, mean, top-k or the like is no SPLADE head; None if it does not resemble one."""
     call = view.call(node)
     if not _is_activated(view.names) and call.name != "argmax":
         return None
@@ -258,7 +259,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     if any(view.name_of(r) in _PICKS and maximum(view, r) is not None for r in readers):
         return None  # the values are taken, too
     vocabulary = _vocabulary_axis(view, call["input"], node)
-    # Which of a token's terms is the largest is another question, and often asked.
+    # A maximum over the terms of each token is common and does not resemble a head.
     known = vocabulary is not None and vocabulary != dim % ndim
     if (known and (activated or call.name == "argmax")) or (vocabulary is None and activated):
         return _ORDERS[call.name].format(k=call.get("k"))
@@ -266,7 +267,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
 
 
 def _separate(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> str | None:
-    """Why tensors that are compared two at a time are no tokens of one product; None where they are no tokens."""
+    """Why tensors that are compared two at a time are not the tokens of one product; None if they are not tokens."""
     names = [above(view, x, _POOLED) for x, _ in leaves if view.is_tensor(x)]
     if sum("linear" in found and _is_activated(found) for found in names) < 2:
         return None
@@ -274,7 +275,7 @@ def _separate(view: GraphView, leaves: list[tuple[Any, fx.Node]]) -> str | None:
 
 
 def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
-    """Whether a sum is over the terms of each vector, or of all vectors, or adds up vectors of texts: a norm, say."""
+    """Whether a sum reduces the terms of each vector (a norm, say) or of all vectors, or adds vectors of texts."""
     ndim = len(view.shape(call["input"]))
     over = [d for d in listed(call.get("dim")) if isinstance(d, int)]
     if ndim < 3 or not over:
@@ -284,7 +285,7 @@ def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
 
 
 def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:
-    """`logits[torch.arange(B), last]`"""
+    """Why `logits[torch.arange(B), last]` is no SPLADE head; None for other nodes."""
     index = call["index"] if isinstance(call["index"], tuple) else ()
     if sum(isinstance(i, fx.Node) and view.is_tensor(i) for i in index) != 2:
         return None
@@ -304,9 +305,9 @@ def _vocabulary_axis(view: GraphView, source: fx.Node, reader: fx.Node) -> int |
 
 
 def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
-    """Why a product that weighs the tokens' activations is no SPLADE head; None where it is some other product."""
+    """Why a product that weights the activations of the tokens is no SPLADE head; None for other products."""
     if linears(view, node) != []:
-        return None  # no product, or one with a matrix
+        return None  # not a product, or a linear map
     call = view.call(node)
     factors = call.get("operands") or (call["input"], call["other"])
     for x in factors if len(factors) > 1 else ():
@@ -318,19 +319,22 @@ def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
 
 
 class OverTerms(NoMatch):
-    """The largest of a token's terms, or of any other features: which is often asked."""
+    """A maximum over the terms of a token, or over any other features, which is a common operation."""
 
 
 def resembles(
     view: GraphView, node: fx.Node, red: Reduction, bare: bool = True, terms: bool = False
 ) -> bool:
-    """Whether the looser signature of the family is there: a linear and an activation before or after a maximum, or
-    (`bare`) no activation, but a maximum over what is not the last axis. The largest absolute value is the scale of
-    what is quantised, the largest of a softmax how sure a router or a classifier is. What is normalised, or reduced
-    over its own axis (`terms`), are features like any others unless they have a SPLADE activation."""
+    """Whether a maximum has the looser signature of the family: a linear, and an activation before or after the
+    maximum, or (`bare`) no activation but a maximum over another axis than the last.
+
+    A maximum of absolute values does not resemble a head, because it is the scale of a quantisation, nor does a maximum
+    of a softmax, which is the confidence of a router or classifier. Values that are normalised, or reduced over the
+    axis of the terms (`terms`), are ordinary features unless they have a SPLADE activation.
+    """
     if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) in ("abs", "softmax"):
         return False
-    found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
+    found = above(view, red.source, _POOLED)  # a second pooling of pooled values is no head
     ndim = len(view.shape(red.source))
     if "linear" in found:
         if terms or found & _NORMS:
@@ -342,8 +346,8 @@ def resembles(
 
 
 def rescales(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the largest is subtracted from what it is the largest of, or divides it, and so needs all of it: a
-    softmax written out, the logarithm of a sum of exponentials, a range (less the smallest)."""
+    """Whether a maximum is subtracted from the values that it reduces, or divides them, so that all of them are needed:
+    a softmax written out, the logarithm of a sum of exponentials, or a range (minus the minimum)."""
     made = {node, *reached(node.users, lambda n: n.users if view.name_of(n) in _ALIKE else (), 8)}
 
     def is_own(n: fx.Node) -> bool:
@@ -356,5 +360,5 @@ def rescales(view: GraphView, node: fx.Node, red: Reduction) -> bool:
 
 
 def _is_activated(found: Set[str | None]) -> bool:
-    """Whether what is above a value, by its names, has the functions of a SPLADE activation."""
+    """Whether the names above a value contain the functions of a SPLADE activation."""
     return bool(found & _RISES and found & _LOGS)

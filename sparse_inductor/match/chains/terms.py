@@ -1,4 +1,4 @@
-"""Parts of a chain as nodes of the graph: a step, an operand, what becomes of a weight and its bias."""
+"""Emits parts of a chain as graph nodes: steps, operands, and transformed weights and biases."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]
 
 
 def raised(e: Emitter, t: fx.Node, ndim: int) -> fx.Node:
-    """A tensor with axes put in front, as broadcasting does."""
+    """A tensor with leading axes of size 1 added, as in broadcasting."""
     while len(fake(t).shape) < ndim:
         t = e.method("unsqueeze", t, 0)
     return t
 
 
 def widened(e: Emitter, t: fx.Node) -> fx.Node:
-    """A tensor in the precision that is computed in: fp32 for 16 bits, and for numbers that are none."""
+    """A tensor in the precision of the computation: fp32 for 16-bit, integer and boolean tensors."""
     return e.cast(t, torch.promote_types(fake(t).dtype, torch.float32))
 
 
@@ -41,14 +41,14 @@ def scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
 
 
 def selected(e: Emitter, pair: Pair, columns: slice | list[int] | fx.Node) -> Pair:
-    """The entries of V that are kept."""
+    """Weight and bias restricted to the selected entries of V."""
     if isinstance(columns, fx.Node):
         return _of_both(pair, lambda t: e.method("index_select", t, 0, columns))
     return _of_both(pair, lambda t: e.call(operator.getitem, t, columns))
 
 
 def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
-    """An operand after what its term does to it first; see `epilogue.Term`."""
+    """An operand after its term's `prepare`; see `epilogue_chain.Term`."""
     if prepare is None or prepare == 1:
         return t
     if prepare == "not":
@@ -59,13 +59,14 @@ def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
 
 
 def combined(e: Emitter, t: fx.Node, term: Term, operand: fx.Node) -> fx.Node:
-    """A tensor after a term, whose operand is prepared."""
+    """A tensor after a term is applied to it; the operand is already prepared."""
     if term.fn == "where":
         return e.call(torch.where, e.method("bool", operand), t, term.const[0])
     return e.call(getattr(operator, term.fn), t, operand)
 
 
-# step -> its comparison with the first constant, and whether that says where to fill the last one in, or what to keep
+# step -> its comparison with the first constant, and whether the last constant is filled in where the comparison holds
+# (True) or where it does not (False)
 _CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
     "cap": (operator.ge, True),
     "gate_above": (operator.le, True),
@@ -78,7 +79,7 @@ _CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 def applied(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
-    """A step, of whatever has its numbers beside it."""
+    """A step, which must carry all of its numbers as constants, applied to a tensor."""
     if step.fn in _CHOICES:
         compare, fills = _CHOICES[step.fn]
         condition, filled = e.call(compare, t, step.consts[0]), step.consts[-1]

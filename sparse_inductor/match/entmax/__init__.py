@@ -1,1 +1,1 @@
-"""Entmax of rows, and attention by it."""
+"""Entmax of rows, and attention with entmax in place of softmax."""

@@ -1,11 +1,11 @@
-"""An attention read from the product with the values up.
+"""Reads an attention, from the product with the values up.
 
     out = entmax(where(mask, scale * (q @ k^T) + bias, fill)) @ v      q [B, H, Lq, D], k [B, Hkv, Lk, D]
 
-Every axis of every tensor is made of atoms (see `axes`). What an atom is follows from where it occurs: the keys are
-what the values are summed over, a batch is in queries, keys and values, and what only the queries have is a query
-position or one of the heads that share a key head. So grouped queries need no pattern of their own: a repeated key
-head is an atom that queries have and keys have not.
+Every axis of every tensor is made of atoms (see `axes`). The role of an atom follows from the tensors that have it: the
+values are summed over the keys; a batch atom is in queries, keys and values; an atom that only the queries have is a
+query position, or one of the heads that share a key head. Grouped queries therefore need no separate pattern: a
+repeated key head is an atom that queries have and keys do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPREADS = SPREADS | {"repeat", "repeat_interleave"}
 
 
 def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
-    """The attention that ends in `node`; None if nothing there is an entmax. Raises NoMatch."""
+    """The attention that ends in `node`; None if it contains no entmax. Raises NoMatch."""
     if not may_be_there(view):
         return None
     product = contraction(view, node)
@@ -57,7 +57,8 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
             for i, letter in enumerate(o.axes)
             if letter is not None
         }
-        told = not product.weight and {*p.axes} != {*v.axes}  # else a row's own, as in its entropy
+        # With equal axes, each row weights its own features, as in an entropy.
+        told = not product.weight and {*p.axes} != {*v.axes}
         found = read_probabilities(view, p, _axes(p, atoms), told)
         if found is not None and p.written:
             raise changed(view, p.node, p.reader, "the probabilities are", "them")
@@ -73,7 +74,7 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
 
 
 def _is_gate(view: GraphView, found: Probabilities, p: Operand, v: Operand) -> bool:
-    """Whether probabilities weigh a row's own features, or are those of a linear layer: which experts, say."""
+    """Whether probabilities weight the features of their own row, or come from a linear layer, as for experts."""
     scores, _ = view.behind(found.found.source, COPIES | {"cast", "mul", "div", "masked_fill"})
     product = contraction(view, scores)
     layer = product is not None and product.weight and not same_size(view.shape(scores)[-1], 1)
@@ -81,7 +82,7 @@ def _is_gate(view: GraphView, found: Probabilities, p: Operand, v: Operand) -> b
 
 
 def _check_operands(view: GraphView, node: fx.Node) -> None:
-    """Raises NoMatch where probabilities are multiplied with several tensors at once."""
+    """Raise NoMatch if probabilities are multiplied with several tensors at once."""
     operands = view.call(node).get("operands", ())
     for x in operands if len(operands) > 2 else ():
         if view.is_tensor(x) and transform(view, x) is not None:
@@ -93,13 +94,13 @@ def _axes(o: Operand | Contraction, atoms: dict[str, Atom]) -> tuple[Axis, ...]:
 
 
 def are_probabilities(view: GraphView, node: fx.Node) -> bool:
-    """Whether a tensor is an entmax of scores, which are a product of two tensors of the batch."""
+    """Whether a tensor is an entmax of scores that are a product of two batched tensors."""
     found = if_matched(transform, view, node)
     return found is not None and "batched matmul" in producers(view, found.source)
 
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:
-    """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
+    """Why a product with rectified scores as weights is no entmax attention; None for other products."""
     if (rectified := rectified_product(view, node)) is None:
         return None
     product = contraction(view, node)
@@ -119,7 +120,7 @@ def relu_attention(view: GraphView, node: fx.Node) -> str | None:
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads one attention: the product of probabilities `p` and values, whose axes are `atoms`."""
+    """Reads one attention: the product of probabilities `p` and values. `atoms` are the axes of both."""
 
     view: GraphView
     product: Contraction
@@ -137,7 +138,7 @@ class _Reader:
         if len(summed) != 1 or not summed <= {*self.p.axes} & {*self.values.axes}:
             raise NoMatch("the values are not summed over one axis of the probabilities", self.node)
         (letter,) = summed
-        # Atoms may be split while the scores are read: look at them afterwards.
+        # Reading the scores may split atoms, so use them only afterwards.
         scores = read_scores(view, found.source, found.reader, self.probabilities.axes)
         if found.scale != 1:
             scores = scaled(scores, found.scale, found.node)
@@ -155,7 +156,7 @@ class _Reader:
         q, k = sorted(both, key=lambda o: bool({*keys} & {*o.atoms}))
         if list(flat(self.probabilities.axes[found.dim])) != keys:
             if {*keys} & {*q.atoms}:
-                return None  # heads are mixed, and no values are weighed yet
+                return None  # this product mixes heads; the values come later
             raise NoMatch(
                 "it is normalised over another axis than the values are summed over", found.node
             )
@@ -166,11 +167,11 @@ class _Reader:
         return self._roles(scores, q, k, v, keys)
 
     def _unrepeated(self, t: Placed) -> Placed:
-        """Keys or values before their heads were repeated for the query heads."""
+        """The keys or values as they were before their heads were repeated for the query heads."""
         best = t
         repeated, _ = self.view.behind(t.node, (VIEWS | COPIES | {"cast"}) - SPREADS)
         if self.view.name_of(repeated) not in _SPREADS:
-            return t  # following it would split axes for nothing
+            return t  # following it would split axes unnecessarily
         found = originals(self.view, t.node, t.axes, t.reader, self._before, memory=True)
         for node, axes, reader in found:
             if self.view.name_of(reader) in _SPREADS:
@@ -180,7 +181,7 @@ class _Reader:
     def _before(
         self, view: GraphView, node: fx.Node, call: Any, axes: Sequence[Axis]
     ) -> list[Axis]:
-        """Axes above what keeps every value, or repeats along axes of one element, or along a whole axis."""
+        """The axes above a call that keeps every value, or that repeats values along axes of size 1 or a whole axis."""
         sizes, after = view.shape(call["input"]), view.shape(node)
         if call.name in SPREADS:
             last = axes[len(after) - len(sizes) :]
@@ -202,7 +203,7 @@ class _Reader:
     def _roles(
         self, scores: Scores, q: Placed, k: Placed, v: Placed, keys: list[Atom]
     ) -> Attention:
-        # These may split atoms.
+        # The next calls may split atoms.
         masks, biases, fill, added = self._beside(scores)
         alpha = None
         if self.view.is_tensor(self.found.alpha):
@@ -227,7 +228,7 @@ class _Reader:
         shared = batch[-1:] if len(batch) > 1 else []
         batch = batch[: len(batch) - len(shared)]
         width = [a for a in v.atoms if a not in keys and a not in rows]
-        # The axis of the values' own is called WIDTH, as that of queries and keys.
+        # The axis that only the values have is called WIDTH, like the one of queries and keys.
         own = ((WIDTH,) if width and flat(axis) == (*width,) else axis for axis in v.axes)
         v = dataclasses.replace(v, axes=tuple(own))
         if len(width) > 1:
@@ -261,8 +262,8 @@ class _Reader:
         return attention
 
     def _query(self, alone: list[Atom], keys: list[Atom], beside: Iterable[Placed]) -> list[Atom]:
-        """Which of the axes that only queries have is their position: the last, unless a mask relates another
-        one to the keys. What the probabilities have in one axis with it belongs to it."""
+        """The atoms, of those that only queries have, that are their position: the last one, unless a mask relates
+        another one to the keys, and the atoms that share an axis of the probabilities with it."""
         over_keys = (p for p in beside if set(keys) <= set(p.atoms))
         related = [[a for a in alone if a in p.atoms] for p in over_keys]
         (position,) = next((found for found in related if len(found) == 1), alone[-1:]) or (None,)
@@ -270,7 +271,7 @@ class _Reader:
         return [a for axis in axes if position in axis for a in axis if a in alone]
 
     def _beside(self, scores: Scores) -> tuple[list[Placed], list[Placed], float | None, bool]:
-        """Masks, biases, the fill, whether it was added; an added mask joins the others where that is exact."""
+        """(masks, biases, fill, whether the fill was added). An additive mask becomes a mask where that is exact."""
         view = self.view
         masks, fill, added = list(scores.masks), scores.fill, False
         biases: list[Placed] = []
@@ -278,8 +279,8 @@ class _Reader:
             mask = as_mask(view, bias)
             alike = mask is not None and (fill is None or fill == mask.fill)
             if mask is not None and alike and mask.fill != -math.inf:
-                # min + min is -inf, not min, and so is min - inf: a number is a fill where nothing else is added.
-                # One that a floor fills in is as a mask's.
+                # finfo.min + finfo.min is -inf, as is finfo.min - inf, so a finite number is a fill only if nothing
+                # else is added. A fill that is set by a floor is like that of a mask.
                 alike = len(scores.biases) == 1 and (fill is None or bias.floor is not None)
                 added = alike and bias.floor is None
             if mask is not None and alike:
@@ -293,7 +294,7 @@ class _Reader:
         return masks, biases, fill, added
 
     def _settle_dtype(self, a: Attention) -> torch.dtype:
-        """What the operator computes in: 16 bits where both products do, or their operands were only widened."""
+        """The dtype of the operator: 16 bits if both products have it, or if their operands were only widened."""
         view = self.view
         first, second = view.dtype(a.scores.product.node), view.dtype(self.node)
         if second.itemsize < first.itemsize:
@@ -334,10 +335,10 @@ def _causal(
     keys: tuple[Atom, ...],
     node: fx.Node,
 ) -> tuple[bool, list[Placed]]:
-    """Whether one of the masks, or a part of one, is the causal triangle, and what is left without it.
+    """Whether one of the masks, or a part of one, is the causal triangle, and the masks that remain without it.
 
-    A mask that the program negates for `masked_fill` is read as it was before; not where it is kept for a backward of
-    `node`, as the program may then write to it.
+    A mask that the program negates for `masked_fill` is read without the negation, unless it is saved for the backward
+    of `node`, because the program may then write to it.
     """
     causal, rest = False, list[Placed]()
     for mask in masks:

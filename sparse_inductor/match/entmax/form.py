@@ -1,8 +1,8 @@
-"""The shape of a written-out entmax: a clamp of scores less a threshold a row, raised to a power, perhaps normalised.
+"""The form of a written-out entmax: the scores minus a threshold per row, clamped at 0 and raised to a power.
 
 node = [factor * (source - shifts) - tau]_+ ** power  (/ its sum)
 
-Of tau no more is known here than that it is one number a row: it may be added, too.
+All that is known about tau here is that it has one number per row. It may also be added.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ENDS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What the scores may be: `reader` sees `source`, which is multiplied by `factor`, and `gaps` times by
-    alpha - 1 where alpha is a tensor."""
+    """A candidate for the scores: `source`, as `reader` sees it. It is multiplied by `factor` and, if alpha is a
+    tensor, `gaps` times by alpha - 1."""
 
     source: fx.Node
     reader: fx.Node
@@ -41,7 +41,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """power: 1 / (alpha - 1); or alpha, a tensor that the power is computed from like this."""
+    """The form of an entmax. power: 1 / (alpha - 1), or None if alpha is a tensor from which it is computed."""
 
     clamp: fx.Node
     candidates: tuple[Candidate, ...]
@@ -51,7 +51,7 @@ class Form:
 
 
 def ends_here(view: GraphView, node: fx.Node) -> bool:
-    """Whether a clamp, power or quotient is the last step of something with a threshold, not one in its middle."""
+    """Whether a clamp, power or quotient is the last step of a form, not an intermediate one."""
     found = form(view, node)
     if found is None:
         return False
@@ -95,8 +95,8 @@ def form(view: GraphView, node: fx.Node) -> Form | None:
 
 
 def _raised(view: GraphView, node: fx.Node) -> tuple[Any, float | None, fx.Node | None]:
-    """(x, power, None) of x ** power, or (x, None, alpha) where the power is computed from alpha; a node is its own
-    first power."""
+    """(x, power, None) of x ** power, or (x, None, alpha) if the power is computed from alpha. Any other node is its
+    own first power."""
     call = view.call(node)
     if call.name == "pow":
         power = view.const(call["other"], node)
@@ -108,7 +108,7 @@ def _raised(view: GraphView, node: fx.Node) -> tuple[Any, float | None, fx.Node 
 
 
 def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
-    """alpha of 1 / (alpha - 1)"""
+    """alpha, if `exponent` is 1 / (alpha - 1); else None."""
     call = view.call(exponent)
     gap: Any = None
     if call.name == "div" and view.const(call["input"], exponent) == 1:
@@ -121,7 +121,7 @@ def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
 
 
 def _alpha_of_gap(view: GraphView, gap: Any) -> fx.Node | None:
-    """alpha of alpha - 1"""
+    """alpha, if `gap` is alpha - 1; else None."""
     for (alpha, own), (one, factor) in sums(view, gap):
         c = view.const(one, gap)
         if view.is_tensor(alpha) and own == 1 and c is not None and c * factor == -1:
@@ -133,8 +133,8 @@ _OF_A_SUM = frozenset("unsqueeze clamp clamp_min add maximum getitem expand expa
 
 
 def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[fx.Node]] | None:
-    """(P, what the divisor is made of, its last node first and the sum last) of P / P.sum(), whatever guards the
-    quotient; a `normalize` has no divisor of its own. None for anything else."""
+    """(P, the nodes of the divisor, from its last node to the sum) of P / P.sum(), where a guard against division by
+    zero may follow the sum. A `normalize` has no such nodes. None for anything else."""
     p, total = call.get("input"), call.get("other")
     if call.name == "normalize":
         return (p, []) if call.get("p", 2.0) == 1 else None
@@ -156,7 +156,7 @@ def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[f
 
 
 def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
-    """x of max(x, 0)."""
+    """x, if `node` is max(x, 0); else None."""
     call = view.call(node)
 
     def zero(x: Any) -> bool:
@@ -174,7 +174,7 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
 
 
 def _says_positive(view: GraphView, gate: fx.Node, x: Any, negate: bool) -> bool:
-    """Whether a mask (with `negate` its contrary) is x > 0 or >=, or a > b where x is a - b."""
+    """Whether a mask (with `negate`, its negation) is x > 0 or x >= 0, or a > b or a >= b for x = a - b."""
     call = view.call(gate)
     if call.name not in COMPARISONS or not view.is_tensor(x):
         return False
@@ -190,7 +190,7 @@ def _says_positive(view: GraphView, gate: fx.Node, x: Any, negate: bool) -> bool
 
 
 def row_axis(view: GraphView, a: fx.Node, tau: fx.Node) -> int | None:
-    """The one axis along which `tau` has a single value and the scores have not."""
+    """The only axis along which `tau` has a single value and the scores have several."""
     x, t = view.shape(a), view.shape(view.behind(tau, SPREADS)[0])
     t = (1,) * (len(x) - len(t)) + t
     if len(t) != len(x):
@@ -208,7 +208,7 @@ def _scores(
     dim: int,
     alpha: fx.Node | None,
 ) -> Iterator[Candidate]:
-    """What the scores may be, nearest first: each less a value a row and times factors is `a`."""
+    """The candidates for the scores, nearest first. Each becomes `a` by factors and by subtracting values per row."""
     seen = view.value(a, reader)
     gaps = 0
     while seen is not None and view.is_tensor(seen):
@@ -229,7 +229,7 @@ def _scores(
 
 
 def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | None:
-    """x of x * (alpha - 1)"""
+    """x, if the call is x * (alpha - 1); else None."""
     if alpha is None or call.name != "mul":
         return None
     for x, gap in call.both_ways:
@@ -240,7 +240,8 @@ def _times_gap(view: GraphView, call: Call, alpha: fx.Node | None) -> fx.Node | 
 
 
 def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None, Any] | None:
-    """(x, the rows' axis, s) of x - s, x + s and s + x where s has one value a row; no axis where s is a number."""
+    """(x, the axis of the rows, s) of x - s, x + s and s + x if s has one value per row. The axis is None if s is a
+    number."""
     for (x, own), (shift, factor) in sums(view, node):
         if own != 1 or not view.is_tensor(x) or not view.same_shape(x, node):
             continue
@@ -254,8 +255,8 @@ def _shift(view: GraphView, node: fx.Node) -> tuple[fx.Node, int | None, Any] | 
 
 
 def unshifted(view: GraphView, source: fx.Node, reader: fx.Node, dim: int) -> list[Candidate]:
-    """`source`, and what it was before a number was subtracted, or each row's largest value: entmax does not see the
-    difference. A mean or a bias may be infinite where the row is not."""
+    """`source`, and the values from which it is computed by subtracting a number or the maximum of each row, which does
+    not change entmax. Other shifts are kept, because a mean or a bias may be infinite where the row is not."""
     found = [Candidate(source, reader, 1.0, 0)]
     while (seen := view.value(found[-1].source, found[-1].reader)) is not None:
         shifted = _shift(view, seen)
@@ -269,8 +270,8 @@ def unshifted(view: GraphView, source: fx.Node, reader: fx.Node, dim: int) -> li
 
 
 def _largest(view: GraphView, x: fx.Node, shift: Any, dim: int) -> bool:
-    """Whether it is made of the largest value of each row of x, or of their logsumexp, which is as large. That of each
-    column, with as many rows as columns, may be infinite where the row is not."""
+    """Whether `shift` is the maximum of each row of x, or the logsumexp, which is infinite only if the maximum is. The
+    maximum of each column of a square x has the same shape, but may be infinite where the row is not."""
     call = view.call(view.behind(shift, COPIES | SPREADS | {"detach", "unsqueeze"})[0])
     if call.name == "getitem":
         call = view.call(call["input"])

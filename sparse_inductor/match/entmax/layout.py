@@ -1,6 +1,6 @@
 """The operator's layout: operands and results of an attention moved between the user's axes and [B, H, L, D].
 
-`attention` reads what is there; this builds what takes its place.
+`attention` reads the graph; this module builds the replacement.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ...pattern import Sparse
 from .scores import ABSORBS, Scores
 from .transform import Transform, given_alpha
 
-WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
+WIDTH = Atom(0)  # the axis D of queries and keys, or Dv of values
 
 
 @dataclasses.dataclass
 class Attention:
-    """A whole attention, as a match of the pattern; `emit` puts the operator in."""
+    """A whole attention, as a match of the pattern; `emit` inserts the operator."""
 
     pattern, op = "entmax_attention", "sparse_inductor::entmax_attention"
 
@@ -55,9 +55,9 @@ class Attention:
     biases: list[Placed]
     fill: float
     causal: bool
-    added: bool  # the fill was added to the scores, to which the gradient passes on
-    undefined: str  # what becomes of a query without scores (`ops.entmax`)
-    after: list[Placed]  # what rows are multiplied by, or masks that keep them
+    added: bool  # the fill was added to the scores, so these get a gradient
+    undefined: str  # the treatment of a query without scores (`ops.entmax`)
+    after: list[Placed]  # factors of rows, and masks that keep rows
     path: list[fx.Node]  # between the transformation and the product with the values
     dtype: torch.dtype
 
@@ -80,7 +80,7 @@ class Attention:
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        """Inputs, each with the node that reads it."""
+        """The inputs, each with the node that reads it."""
         scores = self.scores
         beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
         beside += [*self.after, self.alpha]
@@ -97,7 +97,7 @@ class Attention:
 
     @property
     def bytes_saved(self) -> int | None:
-        """What a training step keeps of the probabilities."""
+        """The bytes of the probabilities that a training step would save."""
         return bytes_of(self.found.node) if self.view.needs_grad(self.anchor) else 0
 
     @property
@@ -118,7 +118,7 @@ class Attention:
         self.anchor.replace_all_uses_with(out)
 
     def emit(self, e: Emitter) -> fx.Node:
-        """Insert the operator; returns what has the shape and dtype of the user's result."""
+        """Insert the operator. Returns a node with the shape and dtype of the user's result."""
         of_queries = (self.batch, self.heads, self.queries, [WIDTH])
         of_keys = (self.batch, self.shared, self.keys, [WIDTH])
         q = self._laid_out(e, self.q, of_queries, full=True)
@@ -144,7 +144,7 @@ class Attention:
         return self._as_user_has_it(e, out)
 
     def _changed(self, e: Emitter, out: fx.Node) -> fx.Node:
-        """The result times what the rows of probabilities are multiplied by."""
+        """The result after the factors and masks of the rows of probabilities."""
         for p in self.after:
             if fake(p.tensor).dtype == torch.bool:
                 out = e.call(torch.where, self._kept(e, p), out, 0.0)
@@ -153,13 +153,13 @@ class Attention:
         return out
 
     def _times(self, e: Emitter, t: fx.Node, p: Placed, turned: bool = False) -> fx.Node:
-        """A tensor times an operand, or divided by it; turned: the tensor has keys in the place of queries."""
+        """A tensor times an operand, or divided by it. turned: the tensor has keys in place of queries."""
         factor = self._beside(e, p) if self.view.is_tensor(p.tensor) else p.tensor
         factor = e.method("transpose", factor, -1, -2) if turned else factor
         return e.call(operator.truediv if p.divides else operator.mul, t, factor)
 
     def _beside(self, e: Emitter, p: Placed) -> fx.Node:
-        """[B, H, Lq, Lk] with 1 where the operand does not vary."""
+        """The operand as [B, H, Lq, Lk], with 1 where it does not vary."""
         groups = (self.batch, self.heads, self.queries, self.keys)
         if p.assigned is not None:
             sizes = tuple(self._whole(e, flat(axis)) for axis in p.axes)
@@ -169,7 +169,7 @@ class Attention:
         return self._laid_out(e, p, groups)
 
     def _mask(self, e: Emitter) -> fx.Node | None:
-        """True where a key is kept."""
+        """The mask of the keys that are kept, or None."""
         kept: fx.Node | None = None
         for mask in self.masks:
             one = self._kept(e, mask)
@@ -223,7 +223,7 @@ class Attention:
         return total
 
     def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
-        """[B, H, Lq, Dv] in the axes of the user's result."""
+        """The result [B, H, Lq, Dv] in the axes of the user's result."""
         groups = (self.batch, self.heads, self.queries, self.width)
         have = Placed(out, self.anchor, tuple(tuple(group) for group in groups))
         out = self._laid_out(e, have, [flat(axis) for axis in self.out_axes])

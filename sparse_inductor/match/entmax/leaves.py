@@ -1,9 +1,9 @@
-"""What stands in a graph for the functions of the entmax package.
+"""Leaf functions that stand in a graph for the functions of the entmax package.
 
-The package's autograd Functions have `forward` as a class method, at which Dynamo breaks the graph in training; and
-with `k=` they look at values. While patterns that know entmax are enabled, Dynamo traces functions of this module in
-their place. Each becomes one node, which the patterns replace; a node that they leave runs the package's own code.
-Copies of the package in other repositories keep the class methods: those Dynamo can trace meanwhile.
+The `forward` of the package's autograd Functions is a class method, at which Dynamo breaks the graph in training, and
+with `k=` it depends on values. While patterns for entmax are enabled, Dynamo therefore traces functions of this module
+instead. Each becomes one node, which the patterns replace; a node that they leave runs the package's own code. Copies
+of the package in other repositories keep their class methods, which Dynamo can trace during that time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from ... import compat
 from ...graph.fakes import same_size
 
-# Each function with how many of its arguments its leaf takes. Those left out are `k`, a hint about speed, and both of
-# the last of sparsemax_bisect, which the package ignores. Dynamo cannot trace the losses at all.
+# Each function with the number of arguments that its leaf takes. The omitted arguments are `k`, a hint about speed, and
+# the last two of sparsemax_bisect, which the package ignores. Dynamo cannot trace the losses at all.
 _LEAVES = {
     "entmax15": 2,
     "sparsemax": 2,
@@ -34,14 +34,15 @@ _LEAVES = {
     "sparsemax_bisect_loss": 3,
     "entmax_bisect_loss": 4,
 }
-# How the names of the package's modules begin, in lower case, that are no entmax.
+# Modules of the package, and prefixes (in lower case) of the names in them that are no entmax.
 _OTHERS = {"losses": ("",), "root_finding": ("normmax", "budget")}
-# Of empty rows PyTorch refuses to look for the maximum when it runs; these divide by their size when they are traced.
+# For empty rows, PyTorch raises an error when it runs max(). These functions already divide by the row size when they
+# are traced.
 _DIVIDES = ("entmax_bisect", "sparsemax_bisect", "normmax_bisect")
 
 
 def _leaf(name):
-    """A function of this module that calls one of the package."""
+    """A function of this module that calls the function of the package with this name."""
 
     def leaf(*args):
         import entmax
@@ -52,7 +53,7 @@ def _leaf(name):
         if name in _DIVIDES and same_size(x.shape[dim], 0):
             return x * x.max(dim, keepdim=True).values * given.get("alpha", 1)
         if dim is not None and "n_iter" in given and compat.asked_for_shapes(x):
-            # One step of a bisection tells the result's shape and dtype, and takes a compile less time than all.
+            # One bisection step is enough for the shape and dtype of the result, and makes compilation faster.
             given["n_iter"] = min(given["n_iter"], 1)
         return own(**given)
 
@@ -65,14 +66,14 @@ globals().update({name: _leaf(name) for name in _LEAVES})
 
 @torch.compiler.assume_constant_result
 def _leafless():
-    """Whether a leaf cannot stand where Dynamo traces: where a transform of torch.func goes through it, whose levels
-    are entered meanwhile, and where Dynamo has to end the graph."""
+    """Whether Dynamo cannot use a leaf here: inside a transform of torch.func, because its levels are active while
+    Dynamo traces, and where Dynamo has to end the graph."""
     return compat.transforms_active() or not compat.may_join()
 
 
 def _as_without_us(X):
-    """Whether Dynamo traces the package's own function: where no leaf can stand, and of a tensor that may have
-    functions of its own."""
+    """Whether Dynamo traces the package's own function: if it cannot use a leaf, and for tensor subclasses that may
+    override functions."""
     kind = type(X)
     return _leafless() or (
         kind is not torch.Tensor and kind is not torch.nn.Parameter and kind.__name__ != "DTensor"
@@ -80,8 +81,8 @@ def _as_without_us(X):
 
 
 def _traced(own, leaf, count):
-    """What Dynamo traces where the package's function `own` is called: `leaf`, of its first `count` arguments; `own`
-    itself where no leaf can stand, or where it refuses the arguments."""
+    """The function that Dynamo traces in place of the package's function `own`. It calls `leaf` with the first `count`
+    arguments, or `own` itself if a leaf cannot be used or the arguments do not fit its signature."""
     signature = inspect.signature(own)
     names = tuple(signature.parameters)
     defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
@@ -100,15 +101,15 @@ def _traced(own, leaf, count):
 
 
 def compiles_another() -> bool:
-    """Whether Dynamo compiles by itself what the package has that is no entmax: its caller's graph ended at the call,
-    which was reported there."""
+    """Whether the frame that Dynamo is compiling is a function of the package that is no entmax. The graph of the
+    caller then ended at the call, where the reason was reported."""
     package = sys.modules.get("entmax")
     return package is not None and compat.current_code() in _others(package)
 
 
 @functools.cache
 def _others(package: types.ModuleType) -> frozenset[types.CodeType]:
-    """The code of the losses, of normmax and of budgets, with that of their classes."""
+    """The code objects of the losses, of normmax and of budgets, including those of their classes."""
     parts = [
         part
         for module, names in _OTHERS.items()
@@ -126,10 +127,10 @@ _undo: list[Callable[[], None]] = []
 
 
 def show_entmax() -> Callable[[], None]:
-    """Make the package's functions nodes of Dynamo's graphs, and class methods of autograd Functions traceable; the
-    result puts back what was there.
+    """Make the package's functions nodes of Dynamo's graphs, and class methods of autograd Functions traceable. Returns
+    a function that undoes this.
 
-    Several patterns may ask for it; the last one out turns it off.
+    Several patterns may call it. It is undone when all of them have called the function that they got.
     """
     if not _users:
         _install()
@@ -160,7 +161,7 @@ def _install() -> None:
 
 
 def _copy(function: types.FunctionType) -> Callable[..., Any]:
-    """The same function, which Dynamo traces as it would without us."""
+    """A copy of a function, which Dynamo traces as it would trace the function without this module."""
     return types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
     )

@@ -1,4 +1,4 @@
-"""What a mask is made of: conjunctions, causal triangles, and masks that are added."""
+"""The structure of masks: conjunctions, causal triangles, and additive masks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ...graph.values import integer, progression
 from ...graph.view import GraphView, rounded
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
-_ABOVE = 32  # nodes that a bias is made of that are looked at
+_ABOVE = 32  # nodes above a bias that are examined
 _MAX_STEPS = 32  # operations on a boolean that are followed
-_MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
+_MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed and examined: some ms
 
 
 def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
-    """The masks that all have to keep a key, before they were negated, compared with zero or viewed: `a & b` is two,
-    and so is the negation of `a | b`."""
+    """The masks that must all keep a key for `mask` to keep it, above negations, comparisons with zero and views.
+    `a & b` is two masks, and so is the negation of `a | b`."""
     return taken_apart(mask, functools.partial(_apart, view))
 
 
 def _apart(view: GraphView, mask: Placed) -> list[Placed]:
-    """What a mask is made of, one operation further up; nothing where that says less."""
+    """The masks that a mask consists of, one operation further up; empty if the operation cannot be passed."""
     node, negate, axes = mask.node, mask.negate, mask.axes
     call = view.call(node)
     of = [call.get("input")]
@@ -60,12 +60,12 @@ def _apart(view: GraphView, mask: Placed) -> list[Placed]:
 
 
 def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
-    """Whether a mask keeps exactly the keys j <= i + Lk - Lq, of whatever it has besides."""
+    """Whether a mask keeps exactly the keys j <= i + Lk - Lq, whatever other axes it has."""
     if [*map(flat, mask.axes[-2:])] != [queries, keys]:
         return False
     if _triangle(view, mask):
         return True
-    keep = _kept(view, mask)  # made of nothing but numbers: computed, and looked at
+    keep = _kept(view, mask)  # a constant mask is computed and examined
     if keep is None:
         return False
     rows, columns = keep.shape[-2:]
@@ -73,8 +73,8 @@ def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> b
 
 
 def keeps_all(view: GraphView, mask: Placed) -> bool:
-    """Whether a mask provably keeps every key, as one does that tells the documents of a sequence apart by positions
-    that count through."""
+    """Whether a mask provably keeps every key. One that separates packed documents by their positions does so if the
+    positions never restart."""
     node, _ = view.behind(mask.node, COPIES | {"cast"})
     call = view.call(node)
     if call.name == "eq" and not mask.negate:
@@ -101,7 +101,7 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
 
 
 def _triangle(view: GraphView, mask: Placed) -> bool:
-    """The spellings whose sizes need not be numbers."""
+    """Whether a mask is a causal triangle in one of the spellings that allow symbolic sizes."""
     node, _ = view.behind(mask.node, COPIES | {"cast"})
     call, shape = view.call(node), view.shape(node)
     offset = shape[-1] - shape[-2]
@@ -145,7 +145,7 @@ def _positions(view: GraphView, node: Any, reader: fx.Node) -> tuple[int, Any] |
 
 
 def _kept(view: GraphView, mask: Placed) -> torch.Tensor | None:
-    """Where a mask that is made of nothing but numbers keeps keys."""
+    """The keys that a constant mask keeps; None for other masks."""
     value = _computed(view, mask.node)
     return None if value is None else (value != 0) != mask.negate
 
@@ -165,7 +165,8 @@ def as_mask(view: GraphView, bias: Placed) -> Placed | None:
 
 
 def moderate(view: GraphView, bias: Placed) -> bool:
-    """Whether a bias is known to be no mask: it is made of numbers that are not large, or of what is learnt."""
+    """Whether a bias is known not to be a mask: it is a constant without large numbers, or is computed from learnt
+    tensors."""
     value = _computed(view, bias.node)
     if value is not None and value.is_floating_point():
         return bool((value.double().abs() * abs(bias.factor) < 1e4).all())
@@ -186,8 +187,8 @@ def moderate(view: GraphView, bias: Placed) -> bool:
 
 
 class Choice(NamedTuple):
-    """The number `on` where a mask is true, or not zero, and `off` elsewhere. reader: who reads the mask; axes: of what
-    it broadcasts to."""
+    """The number `on` where a mask is true or non-zero, and `off` elsewhere. reader: the node that reads the mask.
+    axes: those of the tensor to which it broadcasts."""
 
     mask: fx.Node
     reader: fx.Node
@@ -208,11 +209,11 @@ def choice(
     numbers: bool = False,
     most: int = _MAX_STEPS,
 ) -> Choice | None:
-    """How what `reader` sees of a tensor is one of two numbers, as a boolean says: a selection between constants, or
-    the boolean itself, times a number and plus another. None for other tensors.
+    """The value that `reader` sees of a tensor as one of two numbers, depending on a boolean: a selection between
+    constants, or the boolean itself, times a number and plus another one. None for other tensors.
 
-    axes: of the tensor; without them no view is followed. numbers: whether what is made of nothing but numbers is
-    computed, to see which they are. most: how many operations are followed.
+    axes: those of the tensor; without them no view is followed. numbers: whether a constant tensor is computed to see
+    its values. most: the number of operations that are followed.
     """
     if view.is_tensor(x) and view.dtype(x) == torch.bool:
         return Choice(x, reader, axes, 1.0, 0.0)
@@ -234,7 +235,7 @@ def _chosen(
         a, b = (rounded(c, view.dtype(node)) for c in ((b, a) if one.negate else (a, b)))
         return Choice(one.keep, node, axes, a, b)
     if call.name == "triu" and (fill := view.const(call["input"], node)) is not None:
-        return Choice(node, node, axes, fill, 0.0)  # it is not boolean, but says where it drops
+        return Choice(node, node, axes, fill, 0.0)  # not boolean, but non-zero where it drops keys
     x, scale, term = call.get("input"), 1.0, 0.0
     if (by := constant_factor(view, node)) is not None:
         x, scale = by
@@ -250,7 +251,7 @@ def _chosen(
         axes = moved
     elif call.name not in COPIES | {"cast"}:
         return None
-    if call.name not in VIEWS and axes and view.is_tensor(x):  # it may be broadcast to the number
+    if call.name not in VIEWS and axes and view.is_tensor(x):  # x may be broadcast here
         sizes = view.shape(x)
         last = axes[len(axes) - len(sizes) :]
         axes = [() if same_size(size, 1) else axis for size, axis in zip(sizes, last)]
@@ -264,7 +265,7 @@ def _chosen(
 def _constant(
     view: GraphView, node: fx.Node, reader: fx.Node, axes: Sequence[Axis]
 ) -> Choice | None:
-    """What is made of nothing but numbers, of which all but one are zero."""
+    """A constant tensor with equal non-zero entries, as a choice; None for other tensors."""
     value = _computed(view, node)
     others = None if value is None else value[value != 0]
     if others is None or not others.numel() or not (others == others[0]).all():
@@ -273,8 +274,8 @@ def _constant(
 
 
 def masked(view: GraphView, node: fx.Node, call: Call) -> Iterator[tuple[Selection, fx.Node]]:
-    """The ways to read a call as values where a boolean keeps them and others elsewhere, each with who reads the
-    boolean: selections, and products with what is zero or one."""
+    """The ways to read a call as values where a boolean keeps them and other values elsewhere, each with the reader of
+    the boolean: selections, and products with a tensor of zeros and ones."""
     yield from ((one, node) for one in _by_booleans(view, node, call))
     for x, other in call.both_ways if call.name == "mul" else ():
         found = choice(view, other, node)
@@ -290,8 +291,7 @@ def _by_booleans(view: GraphView, node: fx.Node, call: Call) -> list[Selection]:
 def mixed(
     view: GraphView, node: fx.Node, kept: fx.Node, dropped: fx.Node
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms that a node adds: GPT's way to
-    mask."""
+    """(scores, mask, fill) of scores * mask + fill * (1 - mask), as in GPT, given the two terms that a node adds."""
     call = view.call(kept)
     rest = choice(view, dropped, node, numbers=True) if call.name == "mul" else None
     for x, m in call.both_ways if rest is not None else ():
@@ -306,7 +306,7 @@ def mixed(
 
 @remembered
 def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
-    """The value of a tensor that is made of nothing but numbers, if it is small enough to compute here."""
+    """The value of a constant tensor, if it is small enough to compute here."""
     shape = view.shape(node)
     if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
         return None

@@ -1,9 +1,9 @@
-"""Attention probabilities, from where they weigh the values up to the entmax that makes them.
+"""Attention probabilities, from the product with the values up to the entmax that computes them.
 
-Between the two a program may change the layout, do what changes no value, and drop once more what the scores' mask
-dropped already: `p.masked_fill(mask, 0)`, which alters rows without a key only. It may divide by the rows' sums, which
-are one, or zero where such a mask has dropped the whole row. And it may multiply by what has one number a row or head
-(a mask of queries, a head mask), which does as well behind the product with the values.
+Between the two a program may change the layout, apply operations that change no value, and drop again the keys that the
+mask of the scores has dropped: `p.masked_fill(mask, 0)`, which only changes rows without a key. It may divide by the
+sums of the rows, which are one, or zero if such a mask has dropped the whole row. It may also multiply by one number
+per row or head (a mask of queries, a head mask), which can equally be done after the product with the values.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .masks import conjuncts, masked, moderate
 from .transform import Transform, transform
 
 _REACH = 12
-_NEAR = 6  # nodes looked at for an entmax above an operation that changes probabilities
-_FLOOR = 0.5  # a sum of one is above it whatever its rounding
-_NEVER = -1e9  # no score is as low: a key that got this has no probability beside any that did not
+_NEAR = 6  # nodes searched for an entmax above an operation that changes probabilities
+_FLOOR = 0.5  # a rounded sum of one is always above this
+_NEVER = -1e9  # no score is this low, so a key with this fill has probability 0 beside any other
 
 
 @dataclasses.dataclass
 class Probabilities:
-    """What lies between an operand and the entmax that it is, read upwards.
+    """The operations between an operand and the entmax that it comes from, read upwards.
 
-    axes: those of what has been reached, the entmax's result in the end. nodes: what lies between, the operand's node
-    first. again: masks that drop probabilities, which the scores' own have to be, unless they drop whole rows; each
-    with the node that drops them. scale, factors: what the rows are multiplied by, no tensor of which may vary with the
-    keys. sums: the divisions by the values' own sum, each with the axis that is summed, and whether an empty row is
-    divided by a small number instead of zero.
+    axes: the axes of the node that has been reached, finally of the entmax's result. nodes: the nodes in between, that
+    of the operand first. again: the masks that drop probabilities, each with the node that applies it; unless they drop
+    whole rows, they must be the masks of the scores. scale, factors: the number and the tensors that rows are
+    multiplied by; no tensor may vary with the keys. sums: the divisions of the values by their sum, each with the axis
+    that is summed, and whether an empty row is divided by a small number instead of zero.
     """
 
     view: GraphView
@@ -57,8 +57,8 @@ class Probabilities:
     sums: list[tuple[fx.Node, Axis, bool]] = dataclasses.field(default_factory=list)
 
     def by_rows(self, keys: Sequence[Atom]) -> tuple[list[Placed], list[tuple[Placed, fx.Node]]]:
-        """(the tensors that rows are multiplied by, masks of whole rows among them; the masks of `again` that vary with
-        the keys). Raises NoMatch where a factor does."""
+        """(the tensors that rows are multiplied by, including masks of whole rows; the masks of `again` that vary with
+        the keys). Raises NoMatch if a factor varies with the keys."""
 
         def varies(p: Placed) -> bool:
             return any(atom in keys for atom in p.atoms)
@@ -77,10 +77,10 @@ class Probabilities:
         fill: float | None,
         unless: bool,
     ) -> None:
-        """Raise NoMatch unless the masks of `again` drop just the keys that the scores' masks drop.
+        """Raise NoMatch unless the masks of `again` drop exactly the keys that the masks of the scores drop.
 
-        Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. unless:
-        the scores have masks that win over these.
+        In that case they only change rows without a key, to zeros, like the operator with a fill of -inf. unless: the
+        scores have masks that take precedence over these.
         """
         view, (_, at) = self.view, again[0]
         more = [p for p, _ in again]
@@ -97,7 +97,8 @@ class Probabilities:
             raise NoMatch(f"probabilities are masked once more; {reason}", at)
 
     def before(self, node: fx.Node, call: Call) -> Any:
-        """The probabilities that an operation keeps, but for what is noted here; None for other operations."""
+        """The probabilities that an operation keeps, except for the changes that this method records; None for other
+        operations."""
         view = self.view
         if (
             call.name == "cast"
@@ -112,7 +113,7 @@ class Probabilities:
             if view.const(one.other, node) != 0 or view.value(one.keep, reader) is None:
                 continue
             if not all(guarded for *_, guarded in self.sums):
-                return None  # a row that this empties is divided by zero
+                return None  # a row that this mask empties is divided by zero
             isnan = view.call(one.keep)
             if one.negate and isnan.name == "isnan" and view.same_value(isnan["input"], one.x):
                 self.nodes.append(one.keep)  # the operator gives no NaN where rows have no keys
@@ -121,7 +122,7 @@ class Probabilities:
                 self.again.append((mask, node))
             return one.x
         if self.sums:
-            return None  # a quotient by the rows' sums takes out again what they were multiplied by
+            return None  # a later division by the rows' sums would cancel a factor
         if (by := constant_factor(view, node)) is not None and by[1] > 0:
             self.scale *= by[1]
             return None if extreme(self.scale) else by[0]
@@ -130,7 +131,7 @@ class Probabilities:
         return x
 
     def _divided(self, node: fx.Node, call: Call) -> fx.Node | None:
-        """The values that a node divides by their sum over one axis; None where it does not."""
+        """The values that a node divides by their sum over one axis; None for other nodes."""
         if (found := own_sum(self.view, node, call)) is None:
             return None
         x, nodes = found
@@ -154,10 +155,10 @@ class Probabilities:
 def read_probabilities(
     view: GraphView, p: Operand, axes: Sequence[Axis], told: bool = True
 ) -> Probabilities | None:
-    """The entmax that an operand is, through what does not change its values; None if it is none.
+    """The entmax that an operand comes from, through operations that do not change its values; None if there is none.
 
-    Raises NoMatch. told: whether one that is changed on the way is worth a reason, as it is not of what a linear of
-    the model reads.
+    Raises NoMatch. told: whether to report an entmax with values that are changed on the way. This is not useful for
+    the input of a linear layer.
     """
     node: fx.Node | None = p.node
     read = Probabilities(view, axes)
@@ -199,12 +200,13 @@ def _same(view: GraphView, a: Placed, b: Placed) -> bool:
 
 
 def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node changes a sum of zero alone: what it adds is lost in a sum of one, or its floor is below that."""
+    """Whether a node only changes a sum of zero: the number that it adds is lost in a sum of one, or its lower bound is
+    below one."""
     call = view.call(node)
     if call.name in ("clamp_min", "clamp") and call.get("max") is None:
         low = view.const(call["min"], node)
         return low is not None and 0 < low <= _FLOOR
-    # A sum of one shows no more of what is added than rounding.
+    # Adding at most this number to a sum of one is within rounding.
     least = min(10 * torch.finfo(dtype).eps, 1.1e-6)
     added = (
         (view.const(c, node), factor) for (_, own), (c, factor) in sums(view, node) if own == 1
@@ -215,7 +217,7 @@ def _guards(view: GraphView, node: fx.Node, dtype: torch.dtype) -> bool:
 def _multiplied(
     view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
 ) -> tuple[Any, Placed] | None:
-    """(probabilities, factor) of a product or quotient with a tensor that may lack their keys."""
+    """(probabilities, factor) of a product or quotient with a tensor, which need not have the axis of the keys."""
     if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
         return None
     divides = call.name == "div"
@@ -239,13 +241,13 @@ def _changed_by(view: GraphView, node: fx.Node) -> NoMatch:
 
 
 def _entmax_above(view: GraphView, node: fx.Node) -> bool:
-    """Whether a few operations turn an entmax into `node`; no product is crossed, but for one of heads."""
+    """Whether `node` comes from an entmax through a few operations. No product is crossed, except one of heads."""
 
     def up(n: fx.Node) -> list[fx.Node]:
         product = contraction(view, n)
         if product is None:
             return [m for m in n.all_input_nodes if view.is_tensor(m)]
-        # Where heads are mixed, probabilities are of the same keys after it: those that weigh values are gone.
+        # A product that mixes heads keeps the axis of the keys; one that weights the values does not.
         found = ((o, transform(view, o.node)) for o in product.operands)
         return [o.node for o, t in found if t is not None and o.axes[t.dim] in product.axes]
 

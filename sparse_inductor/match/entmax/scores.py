@@ -1,8 +1,9 @@
-"""Attention scores read from where they are used up to the product that makes them.
+"""Reads attention scores from their use up to the product that computes them.
 
     z = where(mask, scale * (q @ k^T) + bias, fill)
 
-Whatever order a program scales, adds and masks in, it is brought into that order here as far as that is exact.
+A program may scale, add and mask in any order. This module brings the operations into the order above where that is
+exact.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
 
 _MAX_DEPTH = 48
-_MAX_READS = 1024  # z = z + z has two ways at each step; without a product both are tried
-# Adding a score to a number this large gives the number back in any precision that has it.
+_MAX_READS = 1024  # each z = z + z can be read in two ways; if there is no product, both are tried
+# The sum of a number this large and a score is the number, in any precision that can represent it.
 ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
     "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
@@ -40,9 +41,10 @@ _NOT_LINEAR = frozenset(
 
 @dataclasses.dataclass
 class Scores:
-    """The scores as far as they have been read: the product, then what was done to it.
+    """The scores as far as they have been read: the product, and the operations after it.
 
-    axes: those of the product's result. factors: tensors with one number a query or a key. Masks drop to `fill`.
+    axes: those of the product's result. factors: tensors with one number per query or per key. masks: the scores that
+    they drop become `fill`.
     """
 
     product: Contraction
@@ -53,11 +55,11 @@ class Scores:
     masks: list[Placed] = dataclasses.field(default_factory=list)
     fill: float | None = None
     unless: list[Placed] = dataclasses.field(default_factory=list)
-    """Masks among the biases that win over the others: where they drop, nothing is filled in. One without a fill is
-    a bias, and drops where it is a large negative number."""
-    doubled: bool = False  # the masks are among the biases, too
+    """Masks among the biases that take precedence over `masks`: nothing is filled in where they drop a key. One without
+    a fill is a bias, which drops a key where it is a large negative number."""
+    doubled: bool = False  # the masks are also among the biases
     floored: bool = False
-    shifted: bool = False  # a constant was added, which only a finite fill would notice
+    shifted: bool = False  # a constant was added, which only matters with a finite fill
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
 
 
@@ -69,7 +71,7 @@ def read_scores(
     depth: int = 0,
     reads: Iterator[int] | None = None,
 ) -> Scores:
-    """The scores that `reader` sees of `source`, whose axes are `axes`. Raises NoMatch."""
+    """The scores that `reader` sees of `source`, which has the axes `axes`. Raises NoMatch."""
     reads = reads or itertools.count()
     if depth > _MAX_DEPTH or next(reads) > _MAX_READS:
         raise NoMatch("the chain of operations is too long", source)
@@ -143,7 +145,7 @@ class _Step:
         return NoMatch(reason, self.node)
 
     def up(self, x: Any, axes: list[Axis] | None = None) -> Scores:
-        """The scores that the operation is done to; axes: where they were before it, for a view."""
+        """The scores before the operation. axes: their axes, if the operation is a view."""
         if axes is None and not self.view.same_shape(x, self.node):
             raise self.decline(f"{self.call.name} spreads the scores over an axis that they lack")
         axes = self.axes if axes is None else axes
@@ -191,7 +193,7 @@ class _Step:
     # Scale and bias
 
     def _floored(self) -> Scores:
-        """max(z, finfo.min), as of masks that were added up: no score is as low, so it is the masks that have it."""
+        """max(z, finfo.min), as used when masks are added up. No score is this low, so only the masks are affected."""
         call = self.call
         if call.name == "maximum":
             one, other = call.both_ways
@@ -209,7 +211,7 @@ class _Step:
             mask = as_mask(self.view, bias)
             lowest = -math.inf if mask is None or mask.fill is None else mask.fill
             if self.view.needs_grad(self.node):
-                # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
+                # If every key of a row is at the floor, it passes no gradient. The sum with a bias would pass it.
                 if mask is None:
                     raise self.decline("scores with a bias that is no mask have a floor")
                 halved = lowest == low and self._slope_at_a_tie(least) == 0.5
@@ -226,7 +228,7 @@ class _Step:
         return found
 
     def _slope_at_a_tie(self, least: Any) -> float:
-        """The gradient of a value that equals its lower bound, which is the torch's in use."""
+        """The gradient of a value that equals its lower bound, which depends on the torch version."""
         if self.call.name != "maximum" and compat.clamp_has_a_slope_at_its_bounds():
             return 1.0
         return 0.5 if self.view.is_tensor(least) else 0.0
@@ -255,7 +257,7 @@ class _Step:
         return found
 
     def _sum(self) -> Scores:
-        """a + k * b"""
+        """A sum a + k * b."""
         ways = sums(self.view, self.node)
         if not ways:
             raise self.decline("alpha= is not a constant")
@@ -274,7 +276,7 @@ class _Step:
         return self._biased(scaled(found, own, self.node), other, factor)
 
     def _shifted(self, found: Scores, number: float) -> Scores:
-        """A constant added to a whole row changes nothing, but for a mask that fills in a number."""
+        """The scores plus a constant, which changes nothing unless a mask fills in a finite number."""
         if drowns(number, self.view.dtype(self.node)):
             raise self.decline(f"the scores are rounded by adding {number:g}")
         if found.masks and found.fill != -math.inf:
@@ -293,8 +295,8 @@ class _Step:
             elif (
                 self.view.needs_grad(found.product.node) or len(found.masks) > 1
             ) and not self.view.needs_grad(one.node):
-                # A fill, which stops the gradient and is the same for a key that two masks drop, where the bias is
-                # lost in it; a sum where both are large.
+                # Where the fill absorbs the bias, it stays a fill, which stops the gradient and is the same for a key
+                # that two masks drop. Where both are large, they are added.
                 found.biases += [] if found.doubled else self._filled(found)
                 found.doubled = True
                 found.unless.append(excluded or one)
@@ -304,14 +306,14 @@ class _Step:
         return found
 
     def _filled(self, found: Scores) -> list[Placed]:
-        """Masks as biases: adding a number so large that the score is lost is the same as filling it in."""
+        """The masks as biases: adding a number that absorbs the score is the same as filling it in."""
         assert found.fill is not None
         if found.fill > -ABSORBS:
             raise self._again(f"are masked with {found.fill:g}")
         return [dataclasses.replace(m, fill=found.fill) for m in found.masks]
 
     def _masks_to_biases(self, found: Scores) -> None:
-        """z where kept, else fill: the same as adding fill, but that a sum passes the gradient on."""
+        """Turn masks into biases that add the fill. The values are the same, but a sum passes the gradient."""
         biases = self._filled(found)
         if len(found.masks) > 1:
             why = "in a row that they empty, keys that two of them drop are as good as keys that one does"
@@ -331,7 +333,7 @@ class _Step:
         return beside(self.view, node, self.axes, self.node, **fields)
 
     def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
-        """Which of two operands the scores come through, and the other one."""
+        """The scores that come through one of two operands, and the other operand."""
         ways = [way for way in ((a, b), (b, a)) if self.view.is_tensor(way[0])]
         ways.sort(key=lambda way: not self.view.same_shape(way[0], self.node))
         return first_match(lambda way: (self.up(way[0]), way[1]), ways)
@@ -354,7 +356,7 @@ class _Step:
         return self._masked(found.x, mask, fill)
 
     def _assigned(self, x: Any, keep: Assigned) -> Placed:
-        """What an assignment drops, along the axes that it takes a part of."""
+        """The mask that drops the assigned elements, along the axes that the assignment indexes."""
         axes, index = [], []
         for item, taken in keep.by_axis(self.view, len(self.view.shape(x))):
             if item is None:
@@ -369,7 +371,7 @@ class _Step:
         found = self.up(x)
         if fill > -1e3:
             raise self.decline(f"masked scores become {fill:g}, which is no exclusion")
-        # In 16 bits a number is rounded before it is filled in; an assignment has no type of its own.
+        # The fill is rounded to the dtype of the scores: that of x, because an assignment has none.
         fill = rounded(fill, self.view.dtype(x))
         if found.shifted and fill != -math.inf:
             raise self.decline("scores that a constant was added to are masked with a number")

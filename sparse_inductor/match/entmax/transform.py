@@ -1,11 +1,11 @@
-"""Recognising the row transformation: calls of the entmax package, and the many ways to write it out.
+"""Recognises the row transformation: calls of the entmax package, and the many ways to write it out.
 
     p_i = [(alpha - 1) z_i - tau]_+ ^ (1 / (alpha - 1)),   sum_i p_i = 1
 
-For a written-out version the structure is checked first: a clamp at zero of scores, times alpha - 1, less a threshold
-that has one value a row, raised to 1 / (alpha - 1). Given that, p is entmax exactly where its rows sum to one, for
-there is only one such threshold; how the threshold is found (sorting, bisection) does not matter. That last point, and
-the gradient in training, are tried on concrete rows.
+The structure of a written-out version is checked first: the scores times alpha - 1, minus a threshold with one value
+per row, clamped at zero and raised to 1 / (alpha - 1). Given that, p is entmax if and only if its rows sum to one,
+because there is only one such threshold; how it is found (sorting, bisection) does not matter. The sums, and the
+gradient in training, are tested on concrete rows.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _OTHERS = {
 }
 NOT_ENTMAX = frozenset(_OTHERS)
 _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
-# Without a sum of the scores no threshold makes the rows sum to one: the k-th largest keeps a top-k.
+# Without a sum of the scores, no threshold makes the rows sum to one: the k-th largest score gives a top-k.
 _SUMS = frozenset("sum cumsum mean matmul einsum".split())
 _CALLS = LEAVES | NOT_ENTMAX | {"entmax_op", "autograd_function_apply"}
-# One of these is in every graph with an entmax, which has a rectifier where it is written out.
+# Every graph with an entmax contains one of these; a written-out entmax has a rectifier.
 SIGNS = _CALLS | RECTIFIERS
 
 
@@ -59,11 +59,11 @@ class Transform:
     """probabilities = entmax(scale * source, alpha, dim), as a match of the pattern, or a part of an attention.
 
     node: the probabilities. source: the scores as they are read by `reader`. alpha: a number, or a tensor that
-    broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
-    how: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
-    settled: of the nodes, those whose gradient as a whole is known to be the operator's.
-    undefined: what becomes of a row without a largest score (`ops.entmax`). written_out: it is made of operations,
-    which do not save its result, rather than a call of the package.
+    broadcasts to the scores with one element along `dim`. nodes: the nodes that the operator replaces.
+    how: how it was recognised, if it is no call of the package. scale: other than 1 for some written-out ones.
+    settled: those of the nodes that together are known to have the operator's gradient.
+    undefined: the treatment of a row without a largest score (`ops.entmax`). written_out: it consists of operations,
+    which do not save its result, rather than of a call of the package.
     """
 
     pattern, op = "entmax", "sparse_inductor::entmax"
@@ -103,8 +103,8 @@ class Transform:
 
     @property
     def bytes_saved(self) -> int | None:
-        """What a training step keeps beside the probabilities: nothing for a call of the package, else the sorted
-        scores, their sums and whatever else the formula has; counted as one tensor each."""
+        """The bytes that a training step saves in addition to the probabilities: none for a call of the package, else
+        the sorted scores, their sums and other intermediates of the formula, counted as one tensor each."""
         if not self.view.needs_grad(self.source):
             return 0
         kept = [bytes_of(n) for n in self.nodes[:-1] if self.view.requires_grad(n)]
@@ -115,7 +115,7 @@ class Transform:
         return self.described(f"dim {self.dim}")
 
     def described(self, *more: str) -> str:
-        """What a record says of it."""
+        """The description for a record."""
         alpha = "is a tensor" if isinstance(self.alpha, fx.Node) else f"{self.alpha:g}"
         scaled = () if self.scale == 1 else (f"scores times {self.scale:g}",)
         text = ", ".join((f"alpha {alpha}", *scaled, *more))
@@ -123,27 +123,27 @@ class Transform:
 
     def replace(self) -> None:
         e, wanted = Emitter(self.node), fake(self.node).dtype
-        # A wider alpha, or a cast on the way, makes the program compute in its precision.
+        # A wider alpha, or a cast on the way, determines the precision of the program.
         source = e.cast(self.source, torch.promote_types(fake(self.source).dtype, wanted))
         if self.scale != 1:
             source = widened(e, source)
             top = e.method("detach", e.method("amax", source, self.dim, True))
-            # less their maximum, so that what is filled in cannot overflow
+            # The maximum is subtracted so that a fill cannot overflow.
             source = e.call(operator.mul, e.call(operator.sub, source, top), self.scale)
         alpha, number = given_alpha(e, self.alpha, source)
         undefined = (self.undefined,) if self.undefined else ()
         p = e.call(own_operator("entmax"), source, alpha, number, self.dim, *undefined)
         p = e.cast(p, wanted)
-        if self.written_out:  # entmax's functions save their results themselves
+        if self.written_out:  # the package's functions save their results themselves
             p = for_the_caller(self.view, e, self.node, p)
         self.node.replace_all_uses_with(p)
 
 
 @remembered
 def transform(view: GraphView, node: fx.Node) -> Transform | None:
-    """The transformation that `node` is the result of; None if it is nothing of the kind.
+    """The transformation that results in `node`; None if there is none.
 
-    Raises NoMatch where it nearly is.
+    Raises NoMatch if it is nearly one.
     """
     found = _transform(view, node)
     if found is not None and same_size(view.shape(found.source)[found.dim], 0):
@@ -153,7 +153,7 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
 
 @once
 def may_be_there(view: GraphView) -> bool:
-    """Whether some node of the graph is called as an entmax is, or has the form of one."""
+    """Whether some node of the graph has the name of an entmax, or the form of a written-out one."""
 
     def may_be(node: fx.Node) -> bool:
         name = view.name_of(node)
@@ -178,7 +178,7 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
         raise NoMatch(_OTHERS[call.name], node)
     if call.name in LEAVES:
         return _leaf(view, node)
-    if call.name == "entmax_op":  # called by the user, or put in before
+    if call.name == "entmax_op":  # called by the user, or inserted earlier
         alpha = call["alpha_value"] if call["alpha"] is None else call["alpha"]
         dim = call["dim"] % max(1, len(view.shape(node)))
         undefined = call["undefined"] if "undefined" in call.args else ""
@@ -212,14 +212,14 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     found = Transform(view, node, x, node, dim, alpha, (node,), undefined=undefined)
     if call.name == "entmax_bisect":
         found = _bisected(found, call)
-    # A value a row that the user subtracts first changes nothing.
+    # Subtracting one value per row first does not change the result.
     shifts = unshifted(view, x, node, dim)
     shifted = dataclasses.replace(found, source=shifts[-1].source, reader=shifts[-1].reader)
     piece = region(view, node, shifted.inputs) if len(shifts) > 1 else None
     if piece is None:
         return found
     nodes = _replaced(piece)
-    # What is subtracted may be detached; what it is subtracted from may not.
+    # The subtracted values may be detached; those that they are subtracted from may not.
     settled = tuple(n for n in nodes if n not in {s.reader for s in shifts[1:]})
     undefined = found.undefined.removesuffix(" absorbed")
     return dataclasses.replace(shifted, nodes=nodes, settled=settled, undefined=undefined)
@@ -233,8 +233,8 @@ def _sane(alpha: float, node: fx.Node) -> float:
 
 
 def _bisected(found: Transform, call: Call) -> Transform:
-    """The transformation, with what this bisection makes of rows without a threshold. Raises NoMatch where it ends so
-    early that its result is not entmax's."""
+    """The transformation, with this bisection's treatment of rows without a threshold. Raises NoMatch if it has so few
+    steps that its result is not entmax's."""
     view, node, alpha, steps = found.view, found.node, found.alpha, call.get("n_iter", 50)
     normalised = call.get("ensure_sum_one", True) is True
     whole = isinstance(steps, int)
@@ -243,7 +243,7 @@ def _bisected(found: Transform, call: Call) -> Transform:
     if not whole or (isinstance(alpha, fx.Node) and not view.is_tensor(alpha)):
         raise NoMatch("a bisection cannot be tried whose n_iter or alpha is not known", node)
     piece = region(view, node, found.inputs)
-    assert piece is not None  # a call of these alone
+    assert piece is not None  # the call has no other inputs
     how = f"n_iter={steps}" + ("" if normalised else ", ensure_sum_one=False")
     trial = Trial(view, found.source, found.dim, alpha, node)
     try:
@@ -256,15 +256,15 @@ def _bisected(found: Transform, call: Call) -> Transform:
 def given_alpha(
     e: Emitter, alpha: float | fx.Node, scores: fx.Node
 ) -> tuple[fx.Node | None, float]:
-    """alpha as the operators take it beside scores: a tensor, or a number.
+    """alpha as the operators take it: a tensor, or a number.
 
-    Where a learned one has been rounded to 1, which is softmax, it is the number above 1 whose probabilities, computed
-    in the scores' dtype, are nearest to softmax's, and has no gradient.
+    A learned alpha that has been rounded to 1, which would be softmax, is replaced by the number above 1 that gives the
+    probabilities nearest to softmax's when computed in the scores' dtype. It then gets no gradient.
     """
     if not isinstance(alpha, fx.Node):
         return None, alpha
     computed = torch.promote_types(fake(scores).dtype, torch.float32)
-    if not isinstance(fake(alpha), torch.Tensor):  # a number that is known when it runs
+    if not isinstance(fake(alpha), torch.Tensor):  # a number known at run time
         shape = (1,) * fake(scores).dim()
         alpha = e.method("new_full", scores, shape, alpha, dtype=computed)
     alpha = e.cast(alpha, torch.promote_types(fake(alpha).dtype, computed))
@@ -296,7 +296,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
         if scale != 1:
             try:
                 trial.check(piece, gradient=False)
-            except NoMatch:  # neither is the factor alpha - 1, nor is it entmax of other scores
+            except NoMatch:  # the factor is not alpha - 1, and it is not entmax of scaled scores
                 raise _unlike(found, chosen.factor) from None
         trial.check(piece)
     except NoMatch:
@@ -315,7 +315,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
 
 
 def _check_rounding(view: GraphView, piece: Region, computed: torch.dtype) -> None:
-    """Raises NoMatch where something on the way is rounded, which a trial in double does not see."""
+    """Raise NoMatch if an intermediate is rounded, which a trial in float64 does not reveal."""
     for n in piece.nodes:
         if view.name_of(n) != "cast" or not view.is_tensor(n) or n is piece.output:
             continue
@@ -326,8 +326,8 @@ def _check_rounding(view: GraphView, piece: Region, computed: torch.dtype) -> No
 def _scaled_right(
     node: fx.Node, found: Form, closed: list[tuple[Candidate, Region]]
 ) -> tuple[Candidate, float | fx.Node, Region, float]:
-    """The furthest candidate whose factor is alpha - 1, else the furthest one, and what it is to be multiplied by.
-    Raises NoMatch where none will do."""
+    """The furthest candidate with the factor alpha - 1, else the furthest one, as (candidate, alpha, region, number by
+    which to scale its scores). Raises NoMatch if none is suitable."""
     alpha: float | fx.Node
     if found.alpha is not None:
         alpha, wanted, gaps = found.alpha, 1.0, 1
@@ -355,7 +355,7 @@ def _unlike(found: Form, factor: float) -> NoMatch:
 
 
 def _replaced(piece: Region) -> tuple[fx.Node, ...]:
-    """What depends on the leaves, and what nobody else has a use for: constants may be shared."""
+    """The nodes that depend on the leaves, and those without other users. Constants may have other users."""
     inside, depend = set(piece.nodes), set(piece.leaves)
     for node in piece.nodes:
         if any(a in depend for a in node.all_input_nodes):
@@ -367,18 +367,18 @@ def _replaced(piece: Region) -> tuple[fx.Node, ...]:
     return tuple(n for n in piece.nodes if n in depend and n in inside)
 
 
-# A Function of the user's
+# A custom autograd Function
 
 
 def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Transform | None:
-    """One result of an autograd Function with forward and backward of its own."""
+    """The transformation that is one result of a custom autograd Function; None for other results."""
     call = view.call(hop)
     # The Function's own result comes first; intermediates follow where Dynamo saw side effects in its forward
     # (torch 2.11: always).
     body = attribute(call.get("forward"))
     if which != 0 or not isinstance(body, fx.GraphModule):
         return None
-    with torch.no_grad():  # the body's own mode: what it does not record needs no check
+    with torch.no_grad():  # the body runs without gradients, so none need to be checked in it
         inner = GraphView(body.graph)
     result: Any = body.graph.output_node().args[0]
     while isinstance(result, (tuple, list)) and result:

@@ -1,6 +1,6 @@
-"""Trying a written-out entmax on concrete rows: does each row sum to one, is its gradient right?
+"""Tests a written-out entmax on concrete rows: each row must sum to one, and its gradient must be right.
 
-The structure (see `entmax`) leaves one thing open: whether the threshold is the one that makes a row sum to one.
+The structure (see `transform`) leaves one question open: whether the threshold makes a row sum to one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...graph.no_match import NoMatch
 from ...graph.trial import Region, Untestable, run
 from ...graph.view import GraphView
 
-# How far from entmax a program may be, by the precision it computes in: what its own rounding hides.
+# The permitted deviation from entmax, by the precision of the program: it covers the program's own rounding.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-5,
@@ -32,17 +32,17 @@ _TOLERANCE = {
 _tried: dict[tuple, str | None] = {}
 _MAX_TRIED = 1024
 _WIDEST = 1 << 16
-_WIDTHS = (2, 3, 5, 8, 20, 67, 200)  # that rows are tried with whose size is not known
+_WIDTHS = (2, 3, 5, 8, 20, 67, 200)  # row sizes that are tried if the size is not known
 _MAX_SEARCHED = 1 << 16  # random scores of a trial
-_MOST = 2.0**24  # beyond it fp32 has no numbers less than 1 apart, by which a row's scores differ
-# Arguments that are no values, and functions that have no others.
+_MOST = 2.0**24  # beyond it fp32 loses differences of 1, the order of differences within a row
+# Arguments that are not values, and functions that have only such arguments.
 _SIZES = frozenset("dim dims k size shape start end step steps repeats index".split())
 _COUNTS = frozenset("arange linspace metadata getitem".split())
 _MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a second for a bisection
 
 
 class Trial:
-    """One written-out transformation, run on rows of many kinds: entmax of `scale` times its source."""
+    """A test of one transformation, which should be entmax of `scale` times its source, on many kinds of rows."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class Trial:
         self.view, self.source, self.dim, self.node, self.scale = view, source, dim, node, scale
         self.tensor = alpha if isinstance(alpha, fx.Node) else None
         self.alphas = (1.3, 1.8) if isinstance(alpha, fx.Node) else (alpha,)
-        self.alpha = self.alphas[0]  # the one that is tried
+        self.alpha = self.alphas[0]  # the value that is being tried
         self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
         self.learned = False
         self.levels: tuple[float, ...] = ()
         self.leaf_alpha: torch.Tensor | None = None
 
     def check(self, piece: Region, gradient: bool = True) -> None:
-        """Raises NoMatch where the result or (with `gradient`, where one may be asked for) the gradient, of the scores
-        or of alpha, is not entmax's."""
+        """Raise NoMatch if the result is not entmax's or, with `gradient` and if one may be needed, if the gradient of
+        the scores or of alpha is not."""
         learned = self.view.requires_grad(self.source) or self._alpha_needs_grad()
         needs_grad = self.learned = gradient and learned and self.view.grad_enabled
         if static_size(self.view.shape(self.source)[self.dim]) == 0:
@@ -75,7 +75,7 @@ class Trial:
         key = (_key(self.view, piece), *how)
         tried = _tried
         if any(static_size(s) is None for n in piece.leaves for s in self.view.shape(n)):
-            # What a symbol stands for is another graph's affair.
+            # A symbol may mean another size in another graph, so results are kept per graph.
             tried = self.view.remembered.setdefault(Trial, {})
         if key not in tried:
             if len(tried) >= _MAX_TRIED:
@@ -86,7 +86,7 @@ class Trial:
             raise NoMatch(tried[key] or "", self.node)
 
     def undefined(self, piece: Region) -> str:
-        """What becomes of a row of -inf (`ops.entmax`), once the others are known to be right."""
+        """The treatment of a row of -inf (`ops.entmax`), once other rows are known to be right."""
         rows = (self._row_with(piece, low) for low in (-torch.inf, torch.finfo(torch.float32).min))
         lost, least = ("refused" if p is None else "nan" if p.isnan().any() else "" for p in rows)
         return f"{lost} absorbed" if lost and lost == least else lost
@@ -94,7 +94,7 @@ class Trial:
     def _row_with(
         self, piece: Region, score: float, at: int | slice = slice(None)
     ) -> torch.Tensor | None:
-        """What becomes of a row all of whose scores, or that at one place, are set; None where it is refused."""
+        """The result for a row with all scores, or the one at `at`, set to `score`; None if the program raises."""
         try:
             with torch.device("cpu"), torch.no_grad():
                 rows = self._noise(2, seed=6)
@@ -104,7 +104,7 @@ class Trial:
             return None
 
     def _outcome(self, piece: Region, fills: tuple[float, ...], needs_grad: bool) -> str | None:
-        """What is wrong, if anything; with a tensor alpha for two values of it."""
+        """The first deviation found, or None. A tensor alpha is tried with two values."""
         try:
             for alpha in self.alphas:
                 self.alpha = alpha
@@ -122,7 +122,7 @@ class Trial:
         own, *others = self._widths()
         wrong = self._forward_of(piece, own, fills)
         for width in others if wrong is None else ():
-            with contextlib.suppress(Untestable):  # of that size the program may not be
+            with contextlib.suppress(Untestable):  # the program may not allow this size
                 wrong = wrong or self._forward_of(piece, width, fills)
         for fill in fills if wrong is None else ():
             p = self._row_with(piece, fill)
@@ -145,14 +145,14 @@ class Trial:
         return None
 
     def _operator(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the operator makes of the rows."""
+        """The operator's result for the rows."""
         alpha = None if self.leaf_alpha is None else self.leaf_alpha.view(1, 1)
         with layers.at(layers.Layer.ATEN):
             p: torch.Tensor = own_operator("entmax")(rows, alpha, self.alpha, -1)
         return p
 
     def _not_a_number(self, piece: Region) -> str | None:
-        """What is wrong with a row that holds a NaN: entmax makes NaN of all of it, or refuses it."""
+        """The deviation for a row with a NaN, or None. entmax turns the whole row into NaN, or raises."""
         p = self._row_with(piece, torch.nan, at=0)
         known = p is None or bool(p.isnan().all())
         return None if known else self._reason("is finite in a row with a NaN", None)
@@ -191,7 +191,7 @@ class Trial:
         return self.tensor is not None and self.view.requires_grad(self.tensor)
 
     def _widths(self) -> list[int]:
-        """The rows' size; of one that is not known, the one it is compiled for and others that it may have."""
+        """The row size. If it is not known: the size that the program is compiled for, and others that it may have."""
         size = self.view.shape(self.source)[self.dim]
         known = static_size(size)
         if known is None:
@@ -208,8 +208,8 @@ class Trial:
         return torch.randn(count, self._widths()[0], generator=generator, dtype=torch.float64)
 
     def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
-        """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters: a few rows,
-        and as many as the program has where it has their number written in it."""
+        """p for `rows` [R, n], in a shape like the one that the graph was traced with: with few rows or, if that fails
+        because the number of rows is a constant in the program, with that number."""
         if self.tensor is not None:
             self.leaf_alpha = torch.tensor(self.alpha, dtype=torch.float64)
             self.leaf_alpha.requires_grad_(torch.is_grad_enabled())
@@ -222,7 +222,7 @@ class Trial:
             return self._in_shape(piece, rows, every)
 
     def _few(self, rows: torch.Tensor) -> list[int]:
-        """Sizes for these rows: an axis of one element keeps it, any other has two or more."""
+        """Sizes for these rows: an axis of size 1 keeps it, any other axis has two or more elements."""
         sizes = [1 if same_size(s, 1) else 2 for s in self.view.shape(self.source)]
         sizes[self.dim] = rows.shape[-1]
         others = [i for i, s in enumerate(sizes) if s == 2 and i != self.dim]
@@ -231,14 +231,14 @@ class Trial:
         return sizes
 
     def _every(self, rows: torch.Tensor) -> list[int] | None:
-        """The sizes that the graph was made for, where they are known and not too large to be run in passing."""
+        """The sizes that the graph was traced with, if they are known and small enough for a trial."""
         sizes = [static_size(s) for s in self.view.shape(self.source)]
         known = [s for s in sizes if s is not None]
         small = len(known) == len(sizes) and 0 < math.prod(known) <= _MAX_NUMEL
         return known if small and known[self.dim] == rows.shape[-1] else None
 
     def _in_shape(self, piece: Region, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """p for `rows`, run as tensors of these sizes: rows are repeated to fill one, and spread over several."""
+        """p for `rows`, run as one or more tensors of these sizes; rows are repeated to fill the last one."""
         at_once = math.prod(sizes) // rows.shape[-1]
         last = [*sizes[: self.dim], *sizes[self.dim + 1 :], rows.shape[-1]]
         found = []
@@ -254,7 +254,7 @@ class Trial:
         return torch.cat(found)[: rows.shape[0]].to(torch.float64)
 
     def _alpha_like(self, sizes: list[int]) -> torch.Tensor:
-        """alpha in the shape that it has beside scores of `sizes`."""
+        """alpha in the shape that it has with scores of `sizes`."""
         assert self.leaf_alpha is not None
         own, scores = self.view.shape(self.tensor), self.view.shape(self.source)
         scores, sizes = scores[len(scores) - len(own) :], sizes[len(sizes) - len(own) :]
@@ -290,9 +290,9 @@ def _rows(
 def _searched(width: int, alpha: float, generator: torch.Generator) -> torch.Tensor:
     """Rows with supports of all sizes, peaked and flat, with ties and offsets.
 
-    A search of few steps fails where each step leaves out one score: in geometric rows, whose mean is near their least.
-    A bisection that stops early fails where scores are just below the threshold. One that knows the largest few scores
-    alone fails in flat rows.
+    A search of few steps fails if each step drops only one score, as in geometric rows: their mean is near the smallest
+    score. A bisection that stops early fails if scores are just below the threshold. A search that only uses the
+    largest few scores fails in flat rows.
     """
     count = max(1, min(64, _MAX_SEARCHED // width // 4))
     noise = torch.randn(4, count, width, generator=generator, dtype=torch.float64)
@@ -316,9 +316,9 @@ def _searched(width: int, alpha: float, generator: torch.Generator) -> torch.Ten
 
 
 def _slowest(width: int) -> torch.Tensor:
-    """[1, width]: a row of which a threshold that is the mean of what is above the last one leaves out one score a
-    step. In fp32 that goes on for some 40 steps."""
-    below = [0.0]  # by how much more than 1 each score is below the largest
+    """A row [1, width] from which an iteration that computes the threshold from the mean of the scores above the
+    previous one drops only one score per step. In fp32 this lasts for about 40 steps."""
+    below = [0.0]  # the distance of each score from the largest, minus 1
     while len(below) < width - 1:
         far = 1.001 * ((len(below) + 2) * below[-1] - sum(below)) + 1e-6
         below.append(min(far, 1e38))
@@ -326,7 +326,7 @@ def _slowest(width: int) -> torch.Tensor:
 
 
 def _fills(view: GraphView, source: fx.Node) -> set[float]:
-    """The values that scores are masked with on their way to `source`, as far as the graph says."""
+    """The values that scores are masked with on their way to `source`, as far as the graph shows them."""
     found: set[float] = set()
 
     def up(n: fx.Node) -> list[fx.Node]:
@@ -346,7 +346,7 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
 
 
 def _levels(view: GraphView, nodes: Iterable[fx.Node]) -> list[float]:
-    """How large the numbers are that a program adds to its values, multiplies them by, or compares them with."""
+    """The magnitudes of the numbers that a program adds to its values, multiplies them by, or compares them with."""
     found: set[float] = set()
     for node in nodes:
         if isinstance(body := attribute(node), fx.GraphModule):
@@ -365,13 +365,13 @@ def _levels(view: GraphView, nodes: Iterable[fx.Node]) -> list[float]:
 
 
 def _key(view: GraphView, piece: Region) -> tuple:
-    """The structure of a region: two layers of a model are tried once."""
+    """The structure of a region. Layers of a model with the same structure are tried only once."""
     leaves = tuple((str(tuple(view.shape(n))), str(view.dtype(n))) for n in piece.leaves)
     return _structure(piece.nodes, piece.leaves), tuple(map(view.records, piece.nodes)), leaves
 
 
 def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tuple:
-    """What nodes do to each other, whatever they are called."""
+    """The operations and connections of nodes, independent of their names."""
     number = {leaf: -1 - i for i, leaf in enumerate(leaves)}
 
     def name(x: Any) -> Any:
@@ -388,7 +388,7 @@ def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tupl
             elif isinstance(value, torch.Tensor) and value.numel() <= 4096:
                 target = (str(value.dtype), str(tuple(value.shape)), str(value.flatten().tolist()))
             else:
-                target = object()  # like nothing else: tried each time
+                target = object()  # equal to nothing else, so tried each time
         rows.append((target, str(fx.node.map_aggregate((n.args, n.kwargs), name))))
         number[n] = at
     return tuple(rows)

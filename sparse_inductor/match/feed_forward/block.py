@@ -1,4 +1,4 @@
-"""A feed-forward block read from the tensor that its down projection takes: gate, up, and what scales their product."""
+"""Reads a feed-forward block from the input of its down projection: gate, up, and the factors of their product."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from ..chains.joined import Joined, joined_summands
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
-# What makes one number of many, or of all tokens, or keeps few: what comes after it is no block of what came before.
+# Operations that reduce, mix tokens, or keep only some of the values: a block does not extend above them.
 _OTHERS = frozenset(
     "scatter amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
     "scaled_dot_product_attention".split()
 )
-# What makes probabilities: what is rectified above one weighs tokens or experts, and is no activation.
+# Operations that return probabilities: a rectifier above one of them is part of the weights of tokens or experts, not
+# an activation.
 _PROBABILITIES = frozenset("softmax entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 RECTIFIER_CALLS = frozenset(
     (
@@ -41,11 +42,13 @@ RECTIFIER_CALLS = frozenset(
         *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
     )
 )
-SIGNS = RECTIFIERS | RECTIFIER_CALLS  # of a block, or of what resembles one
+SIGNS = (
+    RECTIFIERS | RECTIFIER_CALLS
+)  # every block, and everything that resembles one, contains one of these
 
 
 class Factor(NamedTuple):
-    """A factor, or a mask that leaves zeros, of every neuron or of every token, and the chain that it follows."""
+    """A per-neuron or per-token factor, or a mask that fills in 0, and the chain that it follows."""
 
     chain: Chain
     term: Term
@@ -53,8 +56,11 @@ class Factor(NamedTuple):
 
 @dataclasses.dataclass
 class Reading:
-    """One way to read the graph above a matmul as a block. `factors`, of every neuron after the rectifier, go into the
-    weight of `down`; `tokens`, factors and masks of every token there, wait until after it."""
+    """One way to read the graph above a matmul as a block.
+
+    factors: per-neuron factors after the rectifier, which are folded into the weight of `down`. tokens: per-token
+    factors and masks after the rectifier, which are applied after `down`.
+    """
 
     down: Linear
     gate: Chain
@@ -68,7 +74,7 @@ class Reading:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """What the projections take, and then their weights."""
+        """The inputs of the projections, followed by their weights."""
         parts = [p for b in self.branches for p in b.linear.summands]
         sources = [t for p in parts for t in (p.source, *p.also)]
         return [*sources, *(p.weight_source for p in parts)]
@@ -80,7 +86,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     thresholds = [zero_threshold(b.program) for b in found]
     _check_tokens(view, found, tokens)
     for branch in found if len(found) > 1 else ():
-        if (step := undefined(branch.program)) is not None:  # 0 times it is no number, either
+        if (step := undefined(branch.program)) is not None:  # 0 times NaN or infinity is NaN
             raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
     if all(c is None for c in thresholds):
         for source in (s for token in tokens for s in token.term.nodes):
@@ -104,8 +110,8 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
 
 
 def thresholds_of(reading: Reading) -> Term | None:
-    """The thresholds of the neurons where a projection is compared with them and kept as it is above them, as in
-    JumpReLU: z * [z > t]."""
+    """The per-neuron thresholds t of a block that keeps a projection unchanged where it is above them, as in JumpReLU:
+    z * [z > t]. None for other blocks."""
     gate, up = reading.gate, reading.up
     if up is None or gate.linear.node is not up.linear.node or lone(gate.program) != 0.0:
         return None
@@ -118,7 +124,7 @@ def thresholds_of(reading: Reading) -> Term | None:
 
 
 def _check_tokens(view: GraphView, found: Sequence[Chain], tokens: Sequence[Factor]) -> None:
-    """Raises NoMatch where a token's factor is made of the activations that it scales."""
+    """Raise NoMatch if a per-token factor is computed from the activations that it scales."""
     own = {b.linear.node for b in found}
     first = min(view.order[n] for n in own)
     for source in (s for token in tokens for s in token.term.nodes):
@@ -134,7 +140,7 @@ def _programs(found: Sequence[Chain]) -> str:
 def _branches(
     view: GraphView, value: fx.Node, reader: fx.Node, neurons: int
 ) -> tuple[list[Chain], list[Factor], list[Factor]]:
-    """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
+    """The branches of a product, and the per-neuron and the per-token factors that follow them."""
     chains = [_chain(view, s, neurons) for s in branches(view, value, reader)]
     rows = [row for c in chains for row in c.rows]
     if rows:
@@ -150,7 +156,7 @@ def _branches(
 
 
 def _chain(view: GraphView, epilogue: EpilogueChain, neurons: int) -> Chain:
-    """The chain whose outputs are on the axis of the neurons, where either operand may be the weight."""
+    """The chain with its outputs along the axis of the neurons, if either operand may be the weight."""
     read = lambda linear: Chain(view, epilogue, linear, linear_after=True)
     found = [*matches(read, epilogue.linears)]
     return next((c for c in found if c.v_dim == neurons), found[0])
@@ -159,7 +165,8 @@ def _chain(view: GraphView, epilogue: EpilogueChain, neurons: int) -> Chain:
 def activation(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
 ) -> tuple[str, bool]:
-    """Which activation a matched node is: ("gate" or "hidden", whether only its zeros are the same)."""
+    """The activation of a matched block that `source` equals: ("gate" or "hidden", whether only the zeros agree).
+    Raises NoMatch if it equals none."""
     other = read_block(view, reading.down, source, reader)
     gate = reading.gate
     if other.factors or other.tokens:
@@ -180,24 +187,24 @@ def activation(
 
 
 def is_activation(view: GraphView, value: fx.Node, reader: fx.Node) -> bool:
-    """Whether what `reader` sees of a tensor is what a block's down projection takes: rectified projections."""
+    """Whether the value that `reader` sees of a tensor can be the input of a block's down projection, that is, whether
+    it consists of rectified projections."""
     found = if_matched(_branches, view, value, reader, fake(value).dim() - 1)
     return found is not None and any(zero_threshold(b.program) is not None for b in found[0])
 
 
 def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
-    """Whether what `reader` sees of a tensor comes from a linear and a rectifier: worth a reason where it is no
-    block."""
+    """Whether the value that `reader` sees of a tensor comes from a linear and a rectifier, so that a reason is
+    reported if it is no block."""
     if not may_be_above(view, [source], RECTIFIER_CALLS):
         return False
     seen = view.value(source, reader)
-    # An assignment is no tensor: what it assigns to, and where.
+    # An assignment is not a tensor: follow its inputs.
     sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
     activations = expected_elements(view.shape(source))
 
     def counts(n: fx.Node) -> bool:
-        """Whether a node may be a rectifier: a comparison of fewer elements is not, as one that says which tokens are
-        padding."""
+        """Whether a node may be a rectifier. A comparison of fewer elements, such as a padding mask, is none."""
         mask = view.name_of(n) in COMPARISONS and view.is_tensor(n)
         return not mask or expected_elements(view.shape(n)) >= activations
 
@@ -210,7 +217,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
-    """Why an einsum of more than two tensors, one of which is rectified, is no block; None for others."""
+    """Why an einsum of more than two tensors is no block, if one of them is rectified; None for other nodes."""
     call = view.call(node)
     found = lettered(view, call) if call.name == "einsum" else None
     operands = found[0] if found else ()
@@ -219,15 +226,16 @@ def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
     return f"an einsum of {len(operands)} tensors: a product and a projection in one"
 
 
-# Branches whose linear maps may be sums: f(W x + V t) * g(U x) is of [x t], with the weights [W V] and [U 0].
+# The linear maps of branches may be sums: f(W x + V t) * g(U x) takes [x t], with the weights [W V] and [U 0].
 
-# Weights are joined for so many tokens of inference (1.33x where few neurons are active, 0.91x where half of them are;
-# about 0.8x at a quarter of them), or where they are so small that only launches count.
+# In inference, weights are joined for at least this number of tokens: 1.33x with few active neurons, 0.91x with half of
+# them active, and about 0.8x at a quarter of this number. Weights of at most `_BYTES` are always joined, because only
+# the number of launches matters for them.
 _TOKENS, _BYTES = 8192, 1 << 20
 
 
 def joined(view: GraphView, gate: Chain, up: Chain | None, anchor: fx.Node) -> Joined | None:
-    """The two branches, `up` maybe missing, as maps of one input; None where they have no input in common."""
+    """The two branches (`up` may be None) as maps of one input; None if they have no input in common."""
     if up is None:
         return joined_summands(gate)
     left = list(range(len(up.linear.summands)))
@@ -242,7 +250,7 @@ def joined(view: GraphView, gate: Chain, up: Chain | None, anchor: fx.Node) -> J
 
 
 def check_joined(view: GraphView, groups: Sequence[Sequence[Linear]], down: Linear) -> None:
-    """Raises NoMatch where weights of one group would have to be joined at every call of the block that ends in `down`,
+    """Raise NoMatch if the weights of a group would have to be joined at every call of the block that ends in `down`,
     and that would take too long."""
     node = down.node
     groups = [g for g in groups if len(g) > 1]
@@ -255,7 +263,8 @@ def check_joined(view: GraphView, groups: Sequence[Sequence[Linear]], down: Line
         return
     what = f"{size >> 20} MiB of weights would be joined at every call"
     if any(map(view.needs_grad, weights)):
-        # What stays as it is gets a gradient, too: 1.34x where few neurons are active, 0.75x where half of them are.
+        # Frozen parts of a joined weight get a gradient, too: 1.34x with few active neurons, 0.75x with half of them
+        # active.
         raise NoMatch(f"a sum of linear maps that learn: {what}, and get gradients", node)
     tokens = [n for d, n in enumerate(view.shape(down.source)) if d != down.d_dim]
     known = all(isinstance(n, int) for n in tokens)
@@ -265,10 +274,10 @@ def check_joined(view: GraphView, groups: Sequence[Sequence[Linear]], down: Line
 
 
 def residual_sum(view: GraphView, reading: Reading) -> tuple[fx.Node, fx.Node] | None:
-    """(a sum, the residual in it) where the block of a single token is read for nothing else, in inference.
+    """(sum, residual) if, in inference, the result of a block of a single token is only read by a sum with a residual.
 
-    The operator adds it on its way, for less than a kernel of its own costs; of more tokens Inductor fuses the sum with
-    what comes after it.
+    The operator adds the residual itself, at a lower cost than a separate kernel. For more tokens, Inductor fuses the
+    sum with the operations after it.
     """
     down, node = reading.down, reading.down.node
     sizes = view.shape(node)
@@ -284,7 +293,7 @@ def residual_sum(view: GraphView, reading: Reading) -> tuple[fx.Node, fx.Node] |
     same = view.same_shape(residual, node) and view.same_shape(end, node)
     same = same and view.dtype(residual) == view.dtype(node) == view.dtype(end)
     written = view.effects.writers.get(end)
-    # A product may be a block of its own, which ends in the same sum.
+    # A residual that is a product may be another block, which ends in the same sum.
     if not same or written or linears(view, residual):
         return None
     read = [residual, *reading.inputs, down.weight_source]

@@ -1,8 +1,8 @@
-"""A product of branches: the value f(x W1) * g(x W2) * ... that ends in a node, one epilogue a factor.
+"""A product of branches: the value f(x W1) * g(x W2) * ... of a node, with one epilogue per factor.
 
-`walk_back` follows one linear map through an elementwise chain; `branches` also passes the products of two such
-chains and carries what comes after a product to its factors; `merged` joins factors of the same linear map:
-relu(u) * u is one branch with the program relu | square.
+`walk_back` follows one linear map through an elementwise chain. `branches` also passes products of two such chains, and
+moves the operations after a product into its factors. `merged` joins factors of the same linear map: relu(u) * u is
+one branch with the program relu | square.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .indicators import indicator, keeping, lone
 
 
 def branches(view: GraphView, node: fx.Node, reader: fx.Node) -> tuple[EpilogueChain, ...]:
-    """The epilogues whose product is the value `reader` sees of `node`. Raises NoMatch with what is in the way."""
+    """The epilogues that are multiplied to give the value of `node` that `reader` sees. Raises NoMatch for the first
+    node that cannot be passed."""
     return walk_back(view, node, reader, walk=_Walk).factors
 
 
@@ -46,7 +47,7 @@ class _Product(EpilogueChain):
         return self.parts
 
     def then(self, element: Element) -> EpilogueChain:
-        """The first takes a further factor, each a power. Raises NoMatch for any other step."""
+        """Append an element: a factor to the first part, a power to every part. Raises NoMatch for any other step."""
         first, *rest = self.parts
         if all(map(_is_power, element.terms)):
             return _product_of([p.then(element) for p in self.parts])
@@ -89,7 +90,7 @@ class _Walk(BackwardWalk):
         try:
             if (found := self._gates(a, b)) is not None:
                 return found
-        except NoMatch as reason:  # a comparison with a tensor, which is a factor of its own
+        except NoMatch as reason:  # a comparison with a tensor, which is a separate factor
             first = reason
         if self.is_full(a) and self.is_full(b):
             with contextlib.suppress(NoMatch):
@@ -121,20 +122,20 @@ class _Walk(BackwardWalk):
             raise first
 
     def _where(self, one: Selection, kept: EpilogueChain) -> EpilogueChain:
-        """x, which is `kept`, where a comparison says so and 0 elsewhere."""
+        """x, with the epilogue `kept`, where a comparison holds, and 0 elsewhere."""
         condition = indicator(self.view, one.keep, one.negate, one.x)
         own = condition.linears[0].node
         found = [condition.then(Element(self.node))]
         for p in kept.factors:
-            # What is compared itself may be no number where it is dropped, and 0 times that is none.
+            # The compared value may be infinite or NaN where it is dropped, and 0 times that is NaN.
             terms = (keeping(condition),) if p.linears[0].node is own else ()
             found.append(p.then(Element(self.node, terms)))
         return _product_of(found)
 
 
 def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Chain]:
-    """One chain a linear map of the same tokens, with the program of all its factors. Raises NoMatch where they have
-    none in common."""
+    """One chain per linear map of the same tokens, with the program of the product of its factors. Raises NoMatch if
+    there is no such program."""
     found: list[Chain] = []
     for chain in chains:
         same = next((one for one in found if same_map(view, one, chain, anchor)), None)
@@ -148,8 +149,8 @@ def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Chain]
 
 
 def same_map(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
-    """Whether two chains come from one linear map of the same tokens, the same columns of its result, and have the
-    same bias and scale."""
+    """Whether two chains come from one linear map of the same tokens, select the same columns of its result, and have
+    the same bias and scale."""
     if a.linear.node is not b.linear.node or a.v_dim != b.v_dim or len(a.folded) != len(b.folded):
         return False
     if not all(_same_fold(view, p, q) for p, q in zip(a.folded, b.folded)):
@@ -163,7 +164,7 @@ def same_map(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
 def _same_fold(
     view: GraphView, a: tuple[Term, fx.Node, float], b: tuple[Term, fx.Node, float]
 ) -> bool:
-    """Whether two terms with their readers do the same to a weight and its bias."""
+    """Whether two terms with their readers change a weight and its bias in the same way."""
     (s, s_reader, s_scale), (t, t_reader, t_scale) = a, b
     if dataclasses.replace(s, operand=t.operand) != t or s_scale != t_scale:
         return False
@@ -173,8 +174,8 @@ def _same_fold(
 
 
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
-    """p(x) * q(x), where one of them is a power of a rectified value, or a comparison: then the other one is 0 where
-    that does not hold, or made of 0 there and 0 for it."""
+    """The program of p(x) * q(x), if one of them is a power of a rectified value or a comparison. The other factor of a
+    comparison must be 0 where that does not hold, or it must map 0 to 0, so that a threshold can precede it."""
     for a, b in ((p, q), (q, p)):
         above, zero = lone(a), zero_threshold(b)
         if above is not None and zero is not None and zero >= above:
@@ -188,11 +189,11 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
             if step not in RECTIFIER_STEPS:
                 continue
             mine = _power(a[at + 1 :])
-            # Where the rectifier gives 0 the other factor does not matter, so it may lack it.
+            # The other factor does not matter where the rectifier gives 0, so it need not have it.
             both = b[: at + 1] == a[: at + 1]
             rest = b[at + both :] if b[:at] == a[:at] else None
             if rest is not None and mine is not None and (theirs := _power(rest)) is not None:
-                # A clamp alone passes no NaN on where it is given one; the other factor may.
+                # A clamp passes no gradient to a NaN, but the other factor may.
                 rectifier = step if both and step.fn == "clamp_min" else Step("relu")
                 exponent, factor = mine[0] + theirs[0], mine[1] * theirs[1]
                 power = Step("square") if exponent == 2 else Step("pow", (float(exponent),))
@@ -202,7 +203,7 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
 
 
 def _power(program: Program) -> tuple[float, float] | None:
-    """(p, c) where the program is c * x**p for x > 0."""
+    """(p, c) if the program is c * x**p for x > 0, else None."""
     p, c = 1.0, 1.0
     for step in program:
         if step.fn == "square":
@@ -219,8 +220,7 @@ def _power(program: Program) -> tuple[float, float] | None:
 def same_summand(
     view: GraphView, first: tuple[Chain, int], second: tuple[Chain, int], anchor: fx.Node
 ) -> bool:
-    """Whether a summand of the linear map of one chain multiplies the same tokens as one of another's, moved about in
-    the same way."""
+    """Whether two summands, each given by a chain and an index, multiply the same tokens in the same layout."""
     sides = (first, second)
     makes = [functools.partial(c.linear_input, part=c.linear.summands[i]) for c, i in sides]
     return same_made(view, makes, [c.linear.node for c, _ in sides], anchor)

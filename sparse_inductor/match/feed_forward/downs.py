@@ -1,4 +1,4 @@
-"""The down projections of a block as the operator takes them: one below the other, and their results apart again."""
+"""The down projections of a block as one operand of the operator, and the split of its result."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .block import Reading
 
 @dataclasses.dataclass(frozen=True)
 class Downs:
-    """The block's own projection, and others that read its activations: an adapter's first."""
+    """The block's own projection, and others that read its activations, such as the first one of an adapter."""
 
     reading: Reading
     others: Sequence[Linear]
 
     def weight(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
-        """All weights [D, N], times what the neurons are scaled by ((IA)^3, say), and 0 where they are masked."""
+        """All weights [D, N], times the factors of the neurons (as in (IA)^3), and 0 for masked neurons."""
         weight = self._stacked(e, [e.cast(d.weight(e), dtype) for d in self._all])
         for chain, term in self.reading.factors:
             t = chain.vector(e, term, fake(weight).shape[1])
@@ -33,7 +33,7 @@ class Downs:
         return e.cast(weight, dtype)
 
     def bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
-        """The own projection's bias [D], zeros for the others."""
+        """The bias [D] of the block's own projection, and zeros for the others."""
         bias = self.reading.down.emit_bias(e)
         if bias is None:
             return None
@@ -42,7 +42,7 @@ class Downs:
         return e.call(torch.cat, biases) if self.others else biases[0]
 
     def apart(self, e: Emitter, y: fx.Node) -> list[fx.Node]:
-        """The results of all projections, the own one's first."""
+        """The results of all projections, that of the block's own projection first."""
         if not self.others:
             return [y]
         axis, first, parts = self.reading.down.v_dim, 0, []
@@ -55,7 +55,8 @@ class Downs:
         return parts
 
     def scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
-        """What the operator gives without a bias, times what waits: p * h W^T = p * (h W^T)."""
+        """The operator's result without bias, times the postponed per-token factors, plus the bias:
+        (p * h) W^T = p * (h W^T)."""
         down, tokens = self.reading.down, self.reading.tokens
         if not tokens:
             return y
@@ -73,7 +74,7 @@ class Downs:
         return (self.reading.down, *self.others)
 
     def _stacked(self, e: Emitter, weights: list[fx.Node]) -> fx.Node:
-        """Weights below each other, which lie as the first one does."""
+        """Weights concatenated along their outputs, in the memory layout of the first one."""
         weight = weights[0]
         if len(weights) == 1:
             return weight

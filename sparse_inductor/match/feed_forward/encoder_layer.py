@@ -3,7 +3,7 @@
     torch._transformer_encoder_layer_fwd(src, ...)
         ->  _native_multi_head_attention, layer_norm, relu_ffn, layer_norm
 
-The call runs these operations one after the other itself; all but the block stay the ones that it runs.
+The fused call runs the same operations one after the other. Only its feed-forward block is replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerMatch:
     op: str
     bytes_saved: int | None = 0
     note: str = "relu, in nn.TransformerEncoderLayer's fused call"
-    sparse: tuple[Sparse, ...] = ()  # the hidden activations are no value of the graph
+    sparse: tuple[Sparse, ...] = ()  # the graph has no node for the hidden activations
 
     @property
     def matched_nodes(self) -> tuple[fx.Node, ...]:
@@ -75,7 +75,8 @@ class LayerMatch:
 
 
 def encoder_layer(view: GraphView, node: fx.Node, pattern: str, op: str) -> LayerMatch | None:
-    """The layer that a node is; None for one without a ReLU. Raises NoMatch where it has to stay as it is."""
+    """The match of a node that is a fused layer with a ReLU; None for other nodes. Raises NoMatch if it cannot be
+    replaced."""
     call = view.call(node)
     if call.name != NAME or call["use_gelu"] is not False:
         return None

@@ -1,8 +1,8 @@
-"""Activations of an autoencoder: those of which a row holds the k entries of a top-k and zeros, and others.
+"""Activations of an autoencoder: rows with the k entries of a top-k and zeros elsewhere, and other activations.
 
-People write `zeros_like(x).scatter_(-1, indices, values)`, `scatter`, `scatter_add`, or `f[rows, indices] = values`,
-and behind it what leaves zeros: a rectifier. Of other activations nothing is proved but where they are: products with
-what is mostly zeros are exact for any tensor.
+The former are written as `zeros_like(x).scatter_(-1, indices, values)`, `scatter`, `scatter_add`, or
+`f[rows, indices] = values`, perhaps followed by an operation that keeps zeros, such as a rectifier. Nothing about the
+values of the latter is proved, because the products for mostly zero tensors are exact for any tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...graph.view import GraphView, fake, label, same_sizes
 from ...graph.vocabulary import COPIES
 from .block import RECTIFIER_CALLS
 
-# What maps zeros to zeros, and every other entry by itself, and takes one argument.
+# Elementwise operations of one argument that map 0 to 0.
 KEEPS_ZEROS = COPIES | frozenset("relu abs square tanh".split())
 SCATTERS = frozenset("scatter scatter_add setitem index_put".split())
 _LONGEST = 8
@@ -34,8 +34,11 @@ _LONGEST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """values, indices [..., k] of each row of a tensor, as `scatter` reads them. after: what is applied to the tensor
-    then, in order, and behind that `scaled`, products and quotients by a number for each column. base: the zeros."""
+    """values, indices [..., k] of each row of a tensor, as `scatter` reads them. base: the zeros.
+
+    after: the operations that are then applied to the tensor, in order. They are followed by `scaled`: products and
+    quotients with one number per column.
+    """
 
     values: fx.Node
     indices: fx.Node
@@ -47,7 +50,7 @@ class Entries:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """What makes the tensor of its entries, from its end."""
+        """The nodes that build the tensor from its entries, last one first."""
         return (*(n for n, _ in self.scaled), *reversed(self.after), self.scatter, self.base)
 
 
@@ -58,8 +61,8 @@ def is_last(view: GraphView, node: fx.Node, dim: object) -> bool:
 
 
 def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None:
-    """The entries of what `reader` sees of a tensor; None where nothing is scattered. Raises NoMatch where the rest may
-    not be zero, or a row's columns not differ."""
+    """The entries of the value that `reader` sees of a tensor; None if nothing is scattered. Raises NoMatch if the rest
+    may be non-zero, or if a row may have two entries in one column."""
     after: list[fx.Node] = []
     scaled: list[tuple[fx.Node, fx.Node]] = []
     node: fx.Node | None = view.value(source, reader)
@@ -68,7 +71,7 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
         if call.name in SCATTERS:
             found = _scattered(view, node, call, tuple(reversed(after)))
             return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
-        alone = len(node.all_input_nodes) == 1  # with a number that is written there
+        alone = len(node.all_input_nodes) == 1  # any other operand is a literal number
         by = constant_factor(view, node) if alone else None
         if by is None and call.name in ("mul", "div") and not after and not call.inplace:
             product = by_column(view, node)
@@ -88,7 +91,7 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
 
 
 def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(tensor, vector) of a sum, product or quotient of a tensor with a number for each of its last dimension."""
+    """(tensor, vector) of a sum, product or quotient of a tensor with a vector along its last dimension."""
     call = view.call(node)
     if view.const(call.get("alpha", 1)) != 1 or call.get("rounding_mode") is not None:
         return None
@@ -102,8 +105,8 @@ def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 class Shift(NamedTuple):
-    """A tensor less a vector that a linear takes, where only the vector needs a gradient: that is a sum over the rows,
-    which need not be made one by one."""
+    """The input of a linear as a tensor minus a vector, where only the vector needs a gradient. That gradient is a sum
+    over the rows, so the gradients of the individual rows need not be computed."""
 
     difference: fx.Node
     tensor: fx.Node
@@ -115,7 +118,7 @@ class Shift(NamedTuple):
 
 
 def shifted(e: Emitter, x: fx.Node, shift: Shift | None) -> tuple[fx.Node, fx.Node | None]:
-    """What an operator takes for a linear's input x, and what it subtracts from that, [D] or None."""
+    """The tensor that an operator takes for the input x of a linear, and the vector [D] that it subtracts, or None."""
     if shift is None or x is not shift.difference:
         return x, None
     vector = shift.vector
@@ -123,7 +126,7 @@ def shifted(e: Emitter, x: fx.Node, shift: Shift | None) -> tuple[fx.Node, fx.No
 
 
 def shift_of(view: GraphView, node: fx.Node, scores: fx.Node, anchor: fx.Node) -> Shift | None:
-    """The shift that a linear's input is; None for anything else."""
+    """The input of a linear as a shift; None if it is none."""
     call = view.call(node)
     if call.name != "sub" or call.inplace:
         return None
@@ -196,7 +199,7 @@ def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.N
 
 
 def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
+    """The topk along its last dimension that returns the indices that `reader` sees in a tensor; else None."""
     node, passed = view.behind(view.value(indices, reader), COPIES | {"cast", "detach"})
     call = view.call(node)
     if call.name != "getitem" or call["index"] != 1:
@@ -214,22 +217,24 @@ _KEEPING = frozenset(
 )
 ACTIVATES = RECTIFIER_CALLS | _KEEPING
 _FURTHEST = 48
-# Neurons for each output of the decoder, from which on they are taken for a dictionary of many, few of them active. A
-# feed-forward block has four, and if its activations are read, a reason why it is none.
+# From this number of neurons per decoder output on, they are taken for a dictionary with few active entries. A
+# feed-forward block has four per output; if its activations have other readers, that is reported as a reason.
 _WIDE = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """encoders: the linears at its upper end. nodes: all from there to the decoder, which is not among them."""
+    """Activations and the operations that compute them. encoders: the linears that these start from. nodes: all nodes
+    from there to the decoder, which is not included."""
 
     encoders: tuple[fx.Node, ...]
     nodes: frozenset[fx.Node]
 
 
 def activated(view: GraphView, down: Linear) -> Activated | None:
-    """What `down` multiplies, where many neurons are rectified, or chosen from, and something else reads it on the way:
-    a loss, or whoever is given it. What nobody reads is a block whose activations need not exist."""
+    """The input of `down`, if it is selected from many neurons, or rectifies many neurons and is also read elsewhere,
+    by a loss or by the caller. Rectified activations without another reader are those of a feed-forward block, where
+    they need not exist in memory."""
     *rows, neurons = view.shape(down.source)
     if expected(neurons) < _WIDE * expected(down.outputs):
         return None
@@ -259,7 +264,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
 
 
 def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
-    """The products that are reached from a linear without crossing another."""
+    """The products that are reached from a linear without crossing another product."""
     down = lambda n: n.users if n is node or linears(view, n) is None else ()
     below = reached([node], down, _FURTHEST)
     return [n for n in below if n is not node and linears(view, n) is not None]
@@ -268,7 +273,7 @@ def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
 def sizes_of(
     activations: fx.Node, other: fx.Node, computed: fx.Node, learnt: bool
 ) -> dict[str, int]:
-    """What the break-even points of a product with activations [..., N] depend on, whose other side is [..., D]."""
+    """The quantities that determine the break-even points of a product of activations [..., N] and `other` [..., D]."""
     neurons = expected(fake(activations).shape[-1])
     return {
         "tokens": expected_elements(fake(activations).shape) // max(1, neurons),
@@ -280,6 +285,7 @@ def sizes_of(
 
 
 def ratio_of(activations: fx.Node, k: int | torch.SymInt) -> dict[str, int]:
-    """What they depend on besides where a row has k entries of the N activations: N / k, and whether k is a symbol."""
+    """The further quantities for break-even points if a row has k entries among its N activations: N / k, and whether k
+    is symbolic."""
     neurons = expected(fake(activations).shape[-1])
     return {"ratio": neurons // max(1, expected(k)), "changing": int(not isinstance(k, int))}

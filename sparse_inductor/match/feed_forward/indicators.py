@@ -1,7 +1,7 @@
-"""A comparison as a branch of a product: [z > t], 1 where it holds and 0 elsewhere, t a number of every neuron.
+"""A comparison as a branch of a product: [z > t] is 1 where it holds and 0 elsewhere; t is a number per neuron.
 
-JumpReLU is [z > t] * relu(z), the gate of a gated sparse autoencoder [z + b > 0]. What is compared is a linear map less
-what it is compared with, so that the thresholds become part of its bias; the comparison itself is a program of steps.
+JumpReLU is [z > t] * relu(z); the gate of a gated sparse autoencoder is [z + b > 0]. The comparison is expressed as one
+of z - t with 0, so that the thresholds become part of the bias of the linear map. It is itself a program of steps.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..chains.backward_walk import walk_back
 from ..chains.comparisons import COMPARED, unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 
-# What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
+# x >= t is computed as x - t > -_LEAST. At a tie this holds whether or not denormals are flushed.
 _LEAST = 2.0**-126
-# Its exponential is 0 in every precision.
+# The exponential of this number is 0 in every precision.
 _NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
-# A NaN is above nothing, and not at most anything.
+# By `negate`: for a NaN, x > t is false, and the negation of x <= t is true.
 _KEEPS = ("above", "threshold")
 
 
 def indicator(
     view: GraphView, node: fx.Node, negate: bool = False, factor: fx.Node | None = None
 ) -> EpilogueChain:
-    """The epilogue of a comparison (with `negate` of its contrary). Raises NoMatch where it is none of a linear map.
+    """The epilogue of a comparison (with `negate`, of its negation). Raises NoMatch if it compares no linear map.
 
-    factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is.
+    factor: the other factor of the product. relu(z) * [relu(z) > t] is relu(z) * [z > t] for every t.
     """
     node, extra, negated = unwrapped(view, node)
     call, negate = view.call(node), negate ^ negated
@@ -57,7 +57,8 @@ def indicator(
 
 
 def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) -> EpilogueChain:
-    """The epilogue of a side of a comparison that has its shape; of its input where the rectifier does not matter."""
+    """The epilogue of one side of a comparison, which must have the shape of the comparison. If it is a relu that does
+    not change the product with `factor`, the epilogue of the relu's input."""
     if not (view.is_tensor(z) and view.same_shape(z, node)):
         raise NoMatch("a comparison of what is no linear map", node)
     z, passed = view.behind(z, COMPARED)
@@ -72,23 +73,23 @@ def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) ->
 
 
 def lone(program: Program) -> float | None:
-    """The number above which a program that is nothing but a comparison is 1; None for others."""
+    """The number above which a program is 1, if it consists of a comparison only; None for other programs."""
     if len(program) == 3 and is_flat(program):
         return program[0].consts[0]
     if len(program) == 4 and program[0].fn == "add" and lone(program[1:]) == 0.0:
-        return -program[0].consts[0]  # x - t > 0 where x > t, to the last bit
+        return -program[0].consts[0]  # x - t > 0 holds exactly where x > t does
     return None
 
 
 def keeping(epilogue: EpilogueChain) -> Step:
-    """What makes a number of everything that the comparison of an `indicator` drops, and of what it keeps nothing
-    else: a NaN is dropped where it is above nothing."""
+    """The step that makes every value finite that the comparison of an `indicator` drops, and leaves every value
+    unchanged that it keeps. NaN is among the dropped values if the comparison is false for it."""
     first = next(t for t in epilogue.elements[-1].terms if isinstance(t, Step) and t.fn in _KEEPS)
     return Step(first.fn, (-math.inf, 0.0))
 
 
 def is_flat(program: Program) -> bool:
-    """Whether a program has a comparison in it, through which no gradient goes."""
+    """Whether a program contains a comparison, which passes no gradient."""
     return any(
         program[at + 1 : at + 3] == _ONE and step.fn in _KEEPS and step.consts[1] == _NOTHING
         for at, step in enumerate(program)
@@ -96,15 +97,15 @@ def is_flat(program: Program) -> bool:
 
 
 def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:
-    """What a comparison compares in."""
+    """The dtype in which a comparison compares its operands."""
     call = view.call(node)
     sides = [view.dtype(t) for t in (call["input"], call["other"]) if view.is_tensor(t)]
     return torch.promote_types(sides[0], sides[-1])
 
 
 def said(program: Program) -> str:
-    """A program as a reader is told of it; a bound is one, whatever gradient it has at a tie in the torch in use, or
-    at a NaN."""
+    """A program as text for the user. Bounds look the same whatever gradient they have at a NaN or at a tie, where it
+    depends on the torch version."""
     text = render(tuple(map(_bound, program)))
     for keeps in _KEEPS:
         for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):

@@ -1,7 +1,7 @@
-"""Who else reads the activations of a feed-forward block: statistics of them, of every token or of every neuron, and
-adapters of its down projection.
+"""Other readers of the activations of a feed-forward block: per-token or per-neuron statistics, and adapters of its
+down projection.
 
-LoRA computes W h + s B (A h): what reads h is one projection, of W with A behind it.
+LoRA computes W h + s B (A h): h is then read by one projection, with W and A concatenated as its weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
 
 @dataclasses.dataclass(frozen=True)
 class Others:
-    """downs: adapters' first projections."""
+    """The other readers of the activations of a block. downs: the first projections of adapters."""
 
     statistics: tuple[Statistic, ...] = ()
     downs: tuple[Linear, ...] = ()
@@ -49,9 +49,9 @@ class Others:
 def other_readers(
     view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...]
 ) -> tuple[Others, tuple[fx.Node, ...]]:
-    """Everybody else who reads the activations, if it is for a statistic or an adapter, and the nodes with theirs.
+    """The statistics and adapters that also read the activations, and `nodes` together with the nodes of these.
 
-    Raises NoMatch for others.
+    Raises NoMatch for any other reader.
     """
     found: list[Statistic] = []
     downs: list[Linear] = []
@@ -73,7 +73,8 @@ def other_readers(
 
 
 def _further_down(view: GraphView, down: Linear, source: fx.Node, reader: fx.Node) -> Linear | None:
-    """The first projection of an adapter, where a reader is one: of what the block's own reads, over the same axes."""
+    """The first projection of an adapter, if a reader is one: it has the same input and axes as the block's own down
+    projection."""
     passed: list[fx.Node] = []
     while _changes_nothing(view, reader) and len(readers := list(view.readers(reader))) == 1:
         passed.append(reader)
@@ -93,7 +94,8 @@ def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
 
 
 def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
-    """Whether what a projection gives, projected and scaled, is added to the block's result and read by nobody else."""
+    """Whether the result of a projection is projected again and perhaps scaled, then added to the block's result, and
+    has no other readers."""
     projected = False
     for _ in range(_LENGTH):
         readers = list(view.readers(node))
@@ -112,7 +114,8 @@ def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
 def _statistics(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, weighs: bool
 ) -> Sequence[Statistic]:
-    """What a reader of an activation makes of it; weighs: that may be a sum of it times a number of each neuron."""
+    """The statistics that a reader of an activation computes. weighs: whether they may weight it by a number per
+    neuron."""
     try:
         of, counts_only = activation(view, reading, source, reader)
     except NoMatch:
@@ -139,7 +142,8 @@ def _not_negative(program: Program) -> bool:
 
 
 def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
-    """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
+    """Why a block with another reader of its tensors does not match. The reason names the node that computes with them,
+    not one that only takes a part or a view."""
     split = view.call(source)
     of = split["input"] if split.name in PARTS else source
     what = f"the result of {label(of)} is"
@@ -152,11 +156,11 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """How a value is made of the activations, by `nodes`, of which it is the last one's.
+    """How `nodes` compute a value, the result of the last one, from the activations a.
 
-    axes: those of the activations that its own are. reduced: those that it lacks. norm: 1 for |a|, 0 for [a != 0], -1
-    for [a == 0], None for a itself. by: "sum", "mean", "any", "all" over what is reduced. weight: a number of each
-    neuron that a is multiplied by; signed: this product may be negative.
+    axes: its axes, made of atoms of the activations' axes. reduced: the atoms that were reduced. norm: 1 for |a|, 0 for
+    [a != 0], -1 for [a == 0], None for a itself. by: the reduction: "sum", "mean", "any" or "all". weight: a number per
+    neuron that a is multiplied by. signed: whether this product may be negative.
     """
 
     axes: tuple[Axis, ...]
@@ -170,12 +174,13 @@ class Path:
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """A reduction of |a|, of [a != 0], or of a times a number of its neuron.
+    """A reduction of |a|, of [a != 0], or of a times a number per neuron.
 
-    node: the reduction. source: the activation it is of, the "gate" or what is "hidden". path: how it is made of that.
-    dims: the axes reduced, the neurons' among them, or all but that: `of_neurons`. ones: the axes of one element that
-    the result has for some of them. detached: whether a gradient is cut on the way. weight: what the numbers of the
-    neurons are made of, and what makes them.
+    node: the reduction. source: the activation that it reduces. of: which activation that is, "gate" or "hidden". path:
+    how the reduction is computed from it. dims: the reduced axes: the axis of the neurons and perhaps others or, if
+    `of_neurons`, all other axes. ones: the axes of size 1 that the result has in place of reduced ones. detached:
+    whether a gradient is cut on the way. weight: the leaves from which the numbers of the neurons are computed, and the
+    function that builds them.
     """
 
     node: fx.Node
@@ -190,16 +195,16 @@ class Statistic:
 
     @property
     def leaves(self) -> list[fx.Node]:
-        """What the weight is made of."""
+        """The nodes from which the weight is computed."""
         return [] if self.weight is None else self.weight[0]
 
     @property
     def row(self) -> int:
-        """Which of the numbers of a token that the operator gives it is made of."""
+        """The index of the statistic among the numbers that the operator returns for each token."""
         return 4 if self.weight else {"gate": 0, "hidden": 2}[self.of] + (self.path.norm != 1)
 
     def emit(self, e: Emitter, per_token: fx.Node, axis: int, neurons: Any) -> fx.Node:
-        """The user's result from one number a token, whose axes are the activation's without `axis`."""
+        """The user's result from one number per token; its axes are those of the activation without `axis`."""
         t = e.method("detach", per_token) if self.detached else per_token
         if self.path.norm == -1:
             t = e.call(torch.sub, neurons, t)
@@ -209,12 +214,12 @@ class Statistic:
         if rest:
             t = e.method(self.path.by, t, rest)
         elif self.path.norm == 1 and self.path.by == "sum":
-            # Its own memory, no view of all statistics; a clone is what compilers leave out.
+            # The result needs its own memory, not a view of all statistics. Compilers remove clones.
             t = e.method("sum", e.method("unsqueeze", t, 0), 0)
         return self._finished(e, t)
 
     def emit_of_neurons(self, e: Emitter, counts: fx.Node, per_token: fx.Node) -> fx.Node:
-        """The user's result from the number of tokens at which each neuron is not 0."""
+        """The user's result from the number of tokens for which each neuron is not 0."""
         sizes = fake(per_token).shape
         static = all(isinstance(n, int) for n in sizes)
         tokens = math.prod(sizes) if static else e.method("numel", per_token)
@@ -237,8 +242,8 @@ _REDUCTIONS = frozenset("sum mean any all count_nonzero norm vector_norm l1_loss
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads statistics of the activation `source` with `axes`, the gate or what is hidden. positive: it is nowhere
-    negative. weighs: of it times a number of each neuron, too."""
+    """Reads statistics of the activation `source` with `axes`. of: "gate" or "hidden". positive: it is nowhere
+    negative. weighs: it may be multiplied by a number per neuron."""
 
     view: GraphView
     reading: Reading
@@ -249,9 +254,9 @@ class _Reader:
     weighs: bool
 
     def follow(self, x: fx.Node, node: fx.Node, path: Path) -> list[Statistic]:
-        """The statistics that a reader of a value leads to, which is at the end of `path`.
+        """The statistics that `node`, a reader of the value x at the end of `path`, leads to.
 
-        Raises NoMatch where it wants more.
+        Raises NoMatch if it is used for anything else.
         """
         call = self.view.call(node)
         if call.inplace or self.view.value(x, node) is not x:
@@ -270,7 +275,7 @@ class _Reader:
             raise reason if path.weight is None else self._decline(node) from None
 
     def _reduction(self, x: fx.Node, node: fx.Node, call: Call, path: Path) -> dict[str, Any]:
-        """What a reduction changes of a path."""
+        """The fields of a path that a reduction changes."""
         norm, by = path.norm, call.name
         absolute = norm is None or not (path.weight is None or path.by or path.signed)
         match call.name:
@@ -296,7 +301,7 @@ class _Reader:
         return {"axes": (*axes,), "reduced": path.reduced | {*gone}, "norm": norm, "by": by}
 
     def _elementwise(self, x: fx.Node, node: fx.Node, call: Call, path: Path) -> dict[str, Any]:
-        """What is changed of a path by what is done to every element."""
+        """The fields of a path that an elementwise operation or a view changes."""
         view, norm, name = self.view, path.norm, call.name
         if name in COPIES or name == "detach":
             return {}
@@ -323,14 +328,14 @@ class _Reader:
         raise self._decline(node)
 
     def _weighed(self, x: fx.Node, node: fx.Node, call: Call) -> dict[str, Any]:
-        """The same, by a product with a number of each neuron. Sparse autoencoders weigh their L1 term by the norms of
-        the decoder's rows."""
+        """The fields of a path that a product with a number per neuron changes. Sparse autoencoders weight their L1
+        term by the norms of the decoder's rows."""
         view, shape = self.view, self.view.shape(self.source)
         w = call["other"] if call["input"] is x else call["input"]
         along = view.is_tensor(w) and only_along(view, w, shape, self.reading.down.d_dim)
         if not (along and same_sizes(view.shape(x), shape)):
             raise self._decline(node)
-        # |h| has no slope at 0, where a bound of h may have one.
+        # The gradient of |h| is 0 at 0, where that of a bound of h may not be.
         steps = [s.fn for b in self.reading.branches for s in b.program]
         tied = "clamp_min" in steps or "maximum" in steps
         signed = tied or not (self.positive and not_negative(view, w, node))
@@ -346,7 +351,8 @@ class _Reader:
         return usual and reduced and whole and self.view.const(zeros, node) == 0
 
     def _statistic(self, node: fx.Node, path: Path) -> Statistic | None:
-        """The statistic that a reduction at the end of a path is; None where it leaves tokens of every neuron."""
+        """The statistic that a reduction at the end of a path computes; None if its result still has axes of tokens and
+        of neurons."""
         view, neurons = self.view, self.reading.down.d_dim
         dims = tuple(d for d, axis in enumerate(self.axes) if path.reduced.issuperset(flat(axis)))
         of_neurons = [d for d in range(len(self.axes)) if d not in dims] == [neurons]
@@ -362,14 +368,15 @@ class _Reader:
             raise self._decline(node)
         ones = tuple(d for d, axis in enumerate(path.axes) if not axis)
         weight = None if path.weight is None else self._made_again(path.weight, node, path.by)
-        detached = not view.requires_grad(node)  # or under no_grad, or of what is frozen
+        detached = not view.requires_grad(node)  # by detach(), no_grad, or because all is frozen
         return Statistic(node, self.source, self.of, path, dims, ones, detached, of_neurons, weight)
 
     def _made_again(self, w: fx.Node, node: fx.Node, by: str) -> tuple[list[fx.Node], Make]:
-        """What the numbers of the neurons are made of before the operator, and what makes them."""
+        """The nodes before the operator from which the numbers of the neurons are computed, and the function that
+        builds the numbers."""
         view, down = self.view, self.reading.down
         made = made_again(view, w, min(down.node, node, key=view.order.__getitem__))
-        # The operator rounds neither a factor nor a sum, and returns them in the dtype of the result.
+        # The operator rounds neither the factors nor the sums, and returns the sums in the dtype of the result.
         exact = fake(w).dtype in (fake(down.node).dtype, torch.float32)
         both = torch.promote_types(fake(w).dtype, view.dtype(self.source))
         if made is None or by != "sum" or not exact or view.dtype(node) != both:

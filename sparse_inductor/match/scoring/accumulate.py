@@ -32,7 +32,7 @@ from .scored import Scores
 
 
 def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
-    """The node as scores; None where nothing is gathered above it. Raises NoMatch where it nearly is."""
+    """The node as scores; None if nothing is gathered above it. Raises NoMatch if it is nearly a match."""
     call = view.call(node)
     read = _READERS.get(call.name)
     if read is None or not view.is_tensor(node):
@@ -66,7 +66,7 @@ def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _dense(rows: OfRows, summed: bool) -> NoMatch:
-    """What rows with factors of their own are: dense retrieval where features are summed, else nothing to report."""
+    """The reason for rows with separate factors: dense retrieval if features are summed, else nothing to report."""
     return NoMatch(rows.reason, rows.node) if summed and not isinstance(rows, OfPairs) else rows
 
 
@@ -93,7 +93,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     for own, shape in zip(letters, shapes):
         for letter, axis in zip(own, shape):
             by_letter[letter] = by_letter.get(letter, ()) or axis
-    # An axis of one element is none of its letter, which has more elements in another operand.
+    # An axis of size 1 does not get the atoms of its letter, which has another size in another operand.
     axes = [
         [axis and by_letter[letter] for letter, axis in zip(own, shape)]
         for own, shape in zip(letters, shapes)
@@ -108,7 +108,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             continue
         more = [c for c, axis in zip(letters[i], axes[i]) if axis and axis not in axes[mine]]
         if more and (w.gather.features or any(c in letters[mine] for c in more)):
-            return None  # rows that were looked up, through a linear; or gathered weights that repeat themselves
+            return None  # looked-up rows through a linear; or gathered weights that are repeated
         if more:
             raise NoMatch(
                 "a product with a matrix: the document weights have an axis of their own", node
@@ -122,7 +122,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _padded(node: fx.Node, w: Contributions, out: Sequence[Axis]) -> Scores | None:
-    """A sum whose result has the axes `out`: what it keeps of the entries are the documents."""
+    """A sum with a result of the axes `out`. The documents are the atoms of the entries that it keeps."""
     kept = [a for axis in out for a in flat(axis)]
     docs = tuple(a for a in kept if a not in w.queries)
     if not {*w.queries} <= {*kept}:
@@ -139,7 +139,7 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     if added is None:
         src = call.get("src") if call.name == "scatter_add" else None
         unknown = view.is_tensor(src) and None in map(static_size, view.shape(src))
-        # It takes as much of them as has an index, which may be a part.
+        # scatter_add only reads the part of src that has an index.
         if unknown and _are_contributions(view, src, fresh(view.shape(src)), node):
             raise NoMatch("nothing says that there are as many rows as contributions", node)
         return None
@@ -176,7 +176,7 @@ def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _are_contributions(view: GraphView, x: fx.Node, axes: Sequence[Axis], node: fx.Node) -> bool:
-    """Whether gathered weights are at the root of what is added, in a form that is followed or not."""
+    """Whether gathered weights are at the root of a source, even in a form that is not supported."""
     try:
         w = contributions(view, x, axes, node)
         return w is not None and (w.has_weights or not w.gather.features)
@@ -247,8 +247,8 @@ def _segments(
     rule: str,
     reads: tuple[tuple[fx.Node, fx.Node], ...],
 ) -> Scores:
-    """Sums of neighbouring entries, which are along an axis of the contributions, and documents along that of the
-    result."""
+    """Sums of neighbouring entries. `axis` is that of the entries in the contributions, and that of the documents in
+    the result."""
     others = {a for at, one in enumerate(axes) if at != axis for a in flat(one)}
     if others != {*w.queries}:
         raise NoMatch("the segments are laid out in a way that is not followed", node)
@@ -299,8 +299,8 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    """sums[offsets].diff(), or the same as a difference of slices of it or of the offsets, sums being 0 and then the
-    prefix sums of the contributions."""
+    """sums[offsets].diff(), or the same as a difference of slices of sums[offsets] or of the offsets, where `sums` is 0
+    followed by the prefix sums of the contributions."""
     if call.name == "diff":
         sides, axis = [call["input"]], call.get("dim", -1) % len(view.shape(node))
         plain = (call.get("n", 1), call.get("prepend"), call.get("append")) == (1, None, None)
@@ -334,7 +334,7 @@ def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         w = w.then(n)
 
     def from_the_front(e: Emitter) -> fx.Node:
-        """An index counts from the end where it is negative, an offset does not."""
+        """The offsets without negative numbers, which count from the end in an index, but not in an offset."""
         size: Any = view.shape(sums)[axis]
         if not isinstance(size, int):
             size = e.call(operator.add, e.method("numel", w.ids(e, [w.entries])), 1)
@@ -346,7 +346,7 @@ def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _neighbours(view: GraphView, ends: Any, starts: Any) -> fx.Node | None:
-    """x of x[1:] and x[:-1]; None for others."""
+    """x, if the arguments are x[1:] and x[:-1]; else None."""
     a, b = view.call(ends), view.call(starts)
     ahead, behind = a.get("index") == slice(1, None), b.get("index")
     if not ahead or behind not in (slice(None, -1), slice(0, -1)):
@@ -357,8 +357,8 @@ def _neighbours(view: GraphView, ends: Any, starts: Any) -> fx.Node | None:
 def _behind_a_zero(
     view: GraphView, sums: fx.Node, axis: int, reader: fx.Node
 ) -> tuple[Any, tuple[fx.Node, ...]]:
-    """x of cat([0, x], axis), of x padded by one zero at the front of that axis, or assigned behind one; and what
-    assigned it."""
+    """(x, nodes that assign it), where `sums` is cat([0, x], axis), or x padded by one zero at the front of that axis,
+    or zeros to which x is assigned after the first entry. (None, ()) for other tensors."""
     seen, ndim = view.value(sums, reader), len(view.shape(sums))
     call = view.call(seen)
     if seen is None:
@@ -391,4 +391,4 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     "embedding_bag": _embedding_bag,
 }
 ANCHORS = frozenset(_READERS)
-SIGNS = LOOKUPS | {"embedding_bag"}  # of which one is above all scores
+SIGNS = LOOKUPS | {"embedding_bag"}  # one of these is above all scores

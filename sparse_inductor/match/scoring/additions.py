@@ -1,4 +1,4 @@
-"""What is added to an accumulator, by every spelling of index_add and scatter_add, and what it held before."""
+"""Additions to an accumulator, in every spelling of index_add and scatter_add, and its previous contents."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ADDITIONS = _SUMS | {"put", "scatter"}
 class Addition:
     """node[..., rows, ...] += source * scale, along the axis that consists of the atom `docs`.
 
-    source, rows: with their axes; `rows` broadcasts to the source. axes: of the node, all but that of the documents
-    those of the source. how: "sum", or how else what meets in one place is reduced.
+    source, rows: the tensors with their axes; `rows` broadcasts to the source. axes: those of the node; all but the one
+    of the documents are axes of the source. how: "sum", or another reduction of elements with the same row.
     """
 
     source: Placed
@@ -71,10 +71,10 @@ def addition(view: GraphView, node: fx.Node, call: Call) -> Addition | None:
         return None
     axis, n = axis % ndim, len(view.shape(rows))
     docs, axes = Atom(view.shape(node)[axis]), fresh(view.shape(source))
-    if call.name.startswith("scatter"):  # a row for each element
+    if call.name.startswith("scatter"):  # each element has a row
         first, into = 0, [*axes[:axis], (docs,), *axes[axis + 1 :]]
         fits = view.same_shape(rows, source)
-    elif queries is None:  # the axes of the rows in the place of one
+    elif queries is None:  # the axes of `rows` replace one axis
         first, into = axis, [*axes[:axis], (docs,), *axes[axis + n :]]
         fits = _broadcasts(view, rows, axes[axis : axis + n])
     else:  # queries that count along one axis of the source
@@ -91,7 +91,7 @@ def addition(view: GraphView, node: fx.Node, call: Call) -> Addition | None:
 
 
 def _broadcasts(view: GraphView, t: fx.Node, axes: Sequence[Axis]) -> bool:
-    """Whether a tensor broadcasts to some axes, as far as sizes are known; PyTorch sees to the others."""
+    """Whether a tensor broadcasts to some axes, as far as sizes are known; PyTorch checks the others."""
     sizes = view.shape(t)
     for size, axis in zip(reversed(sizes), reversed(axes)):
         want = math.prod(atom.size for atom in axis)
@@ -102,7 +102,7 @@ def _broadcasts(view: GraphView, t: fx.Node, axes: Sequence[Axis]) -> bool:
 
 
 def check_one_row_each(view: GraphView, node: fx.Node, added: Addition) -> None:
-    """Raises NoMatch unless the accumulator has one row for each query, whose axes the source has as well."""
+    """Raise NoMatch unless the accumulator has one row for each query of the source."""
     for axis, size in zip(added.axes, view.shape(node)):
         if axis == (added.docs,) or same_size(size, math.prod(a.size for a in axis)):
             continue
@@ -116,15 +116,15 @@ def check_one_row_each(view: GraphView, node: fx.Node, added: Addition) -> None:
 def accumulator_of(
     view: GraphView, node: fx.Node, call: Call, filled: bool = False
 ) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
-    """What an accumulation in place writes: the names of a tensor, all of which it is; or a part of zeros, as in
-    `scores[i].index_add_(...)`.
+    """The target of an accumulation in place: (all nodes that name the whole tensor, None), or ((), a part of a tensor
+    of zeros) as in `scores[i].index_add_(...)`.
 
-    Raises NoMatch unless it accumulates into zeros (or `filled`), and into none that outlive the program.
+    Raises NoMatch unless the target is zero before (or `filled`) and does not outlive the program.
     """
     held = call["input"]
     made = view.effects.creator(held) if isinstance(held, fx.Node) else None
     if call.inplace and view.name_of(held) in _PARTS and made is not None and view.const(made) == 0:
-        return (), held  # what it holds stays in it: the scores are added
+        return (), held  # the scores are added to its contents
     if not filled:
         _check_zero(view, held, node)
         if made is not None and call.inplace and made.op in ("placeholder", "get_attr"):
@@ -144,8 +144,8 @@ def _check_zero(view: GraphView, held: Any, node: fx.Node) -> None:
 
 
 def names_of(view: GraphView, node: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes before another one that are the same tensor: what it was before it was cleared, as in
-    `empty(N).zero_()`, or became itself, as in `zeros(N).to(device)`, and what it is called besides."""
+    """The nodes before `before` that are the same tensor as `node`: the tensor before it was cleared, as in
+    `empty(N).zero_()`, or before a conversion without effect, as in `zeros(N).to(device)`, and its other names."""
     while (x := _other_name(view, node)) is not None:
         node = x
     names = [node]
@@ -156,7 +156,8 @@ def names_of(view: GraphView, node: fx.Node, before: fx.Node) -> tuple[fx.Node, 
 
 
 def _other_name(view: GraphView, node: fx.Node) -> fx.Node | None:
-    """What a node is another name of: all of its input, cleared, of the same shape, or with no other reader."""
+    """The input of a node that is another name of all of it: the input cleared in place, or an alias with the same
+    geometry or without other readers of the input. None for other nodes."""
     call = view.call(node)
     x: Any = call.get("input")
     if not view.is_tensor(x):

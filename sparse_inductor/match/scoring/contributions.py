@@ -1,8 +1,8 @@
 """Gathered query weights times document weights, through views, masks and casts.
 
-`contributions` walks up from a tensor, whose axes are atoms (`graph.axes`), to the gather at its root, and then reads
-what was done to it, from there down. Everything that does not depend on the gather is a factor: it stays in the graph
-and becomes part of the document weights. An operand of a product that is summed up is a factor like any other.
+`contributions` walks up from a tensor, with axes made of atoms (`graph.axes`), to the gather at its root, and then
+reads the operations from there down. Everything that does not depend on the gather is a factor: it stays in the graph
+and becomes part of the document weights. The other operand of a product with a sum is an ordinary factor.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Groups = Sequence[Sequence[Atom]]
 Read = Callable[[GraphView, Any], Gather | None]
 
 ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
-_REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
+_REACH = 24  # nodes between a reduction and its gather; programs have at most ten
 _PASSED = COPIES | {"cast", "detach"}
-# Those of them whose backward makes 0 of 0 whatever the weight: the operator's gradient of one that no document has.
+# Functions with a backward that maps a gradient of 0 to 0 for every weight. The operator's gradient is 0 for a weight
+# that no document uses.
 _KEEPS_ZERO = frozenset("relu clamp clamp_min clamp_max add sub rsub mul div".split())
 _OF_ONE_WEIGHT = frozenset(
     "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid abs neg pow clamp clamp_min "
@@ -45,18 +46,18 @@ _OF_ONE_WEIGHT = frozenset(
 
 
 class OfRows(NoMatch):
-    """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding, unless
-    the products are added up over the features."""
+    """Whole rows of a table are looked up, and each feature has a separate factor. This is an embedding unless the
+    products are summed over the features."""
 
 
 class OfPairs(OfRows):
-    """Both factors are rows that were looked up: the ends of an edge, a user and an item."""
+    """Both factors are rows that are looked up, such as the ends of an edge, or a user and an item."""
 
 
 class Factor(NamedTuple):
-    """What the contributions are multiplied by, divided by, or kept where it is true.
+    """An operand that multiplies or divides contributions, or a mask that keeps or drops them.
 
-    made: what is done to the operand first, where it has the axes of the contributions.
+    made: a function to apply to the operand first, once it has the axes of the contributions.
     """
 
     how: str  # "mul", "div", "keep", "drop"
@@ -66,7 +67,7 @@ class Factor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contributions:
-    """Gathered weights, through the functions `of_one`, times the factors and a number. axes: of the gather."""
+    """Gathered weights, after the functions `of_one`, times the factors and a number. axes: those of the gather."""
 
     gather: Gather
     axes: Axes
@@ -91,11 +92,11 @@ class Contributions:
 
     @property
     def operands(self) -> list[Placed]:
-        """What the factors and the ids are made of."""
+        """The operands of the factors, and the ids."""
         return [*(f.operand for f in self.factors), self.gather.ids(self.axes)]
 
     def same_for_all(self, view: GraphView, t: Placed) -> bool:
-        """Whether a tensor is the same for all queries. Raises NoMatch where nothing says which axes are theirs."""
+        """Whether a tensor is the same for all queries. Raises NoMatch if the axes of the queries are not known."""
         queries = {*self.queries}
         for from_end, axis in enumerate(reversed(t.axes), 1):
             if queries.isdisjoint(flat(axis)):
@@ -108,13 +109,13 @@ class Contributions:
 
     @property
     def sized(self) -> list[Placed]:
-        """What the graph may read sizes of."""
+        """The tensors from which sizes may be read."""
         whole = not (self.gather.part or self.gather.repeated)
         return [*self.operands, *([self.gather.whole_table(self.axes)] if whole else [])]
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        """What is read, and by whom."""
+        """The nodes that are read, each with its reader."""
         return [
             (self.gather.source, self.gather.node),
             *(r for t in self.operands for r in t.reads),
@@ -136,11 +137,11 @@ class Contributions:
         return any(f.how in ("mul", "div") for f in self.factors)
 
     def then(self, node: fx.Node, **changes: Any) -> Contributions:
-        """One node further."""
+        """The contributions after a further node."""
         return dataclasses.replace(self, nodes=(*self.nodes, node), **changes)
 
     def times(self, *factor: Any) -> Contributions:
-        """Times a `Factor`."""
+        """The contributions with a further `Factor`."""
         return dataclasses.replace(self, factors=(*self.factors, Factor(*factor)))
 
     def scaled(self, number: float) -> Contributions:
@@ -153,7 +154,7 @@ class Contributions:
         table = at_first(e, self.gather.table(e, self.axes), self.entries)
         groups = [self.queries, (VOCABULARY,)] if self.queries else [(VOCABULARY,)]
         t = laid_out(e, table, groups)
-        # Counts are cast after they were looked up, and what is narrower where it is computed in double precision.
+        # Integers are cast after the look-up, as are narrower weights if the program computes in float64.
         if not fake(t).dtype.is_floating_point or self.dtype == torch.float64:
             t = e.cast(t, self.dtype)
         inner = self.gather.node
@@ -173,8 +174,8 @@ class Contributions:
         return laid_out(e, at_first(e, t, self.queries), groups, full=True, sized=self.sized)
 
     def weights(self, e: Emitter, groups: Groups) -> tuple[fx.Node, fx.Node | None]:
-        """The factors as one tensor of document weights, and where the contributions count (None: everywhere)."""
-        # Their product, a quotient, a count may have no place in 16 bits.
+        """The factors as one tensor of document weights, and the mask of contributions that count (None: all)."""
+        # A product of factors, a quotient or a count may exceed the range of 16 bits.
         dtype = torch.promote_types(self.dtype, torch.float32)
         alone = [f.how for f in self.factors if f.how in ("mul", "div")] == ["mul"]
         weights: Any = self.scale
@@ -202,8 +203,8 @@ class Contributions:
 
 
 class _Step(NamedTuple):
-    """A node on the way, the operand `x` that the way goes on with, and how another one changes that, if one does: a
-    factor ("mul", "div"), or a selection ("keep", "drop")."""
+    """A node on the way, and its operand `x`, with which the way continues. how: the effect of the operand `other`, if
+    there is one: a factor ("mul", "div") or a selection ("keep", "drop")."""
 
     node: fx.Node
     call: Call
@@ -213,14 +214,14 @@ class _Step(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """From a tensor up to the gather at its root."""
+    """The way from a tensor up to the gather at its root."""
 
     gather: Gather
     steps: tuple[_Step, ...] = ()
 
     def preference(self, view: GraphView) -> tuple[bool, ...]:
-        """The query is as large as the products, is no gather of rows, has an axis of its own, or gradients, or is no
-        buffer; the documents are the other."""
+        """A sort key by which the gather of the query comes before that of the documents. The query is as large as the
+        products, is not gathered by rows, has a separate axis, needs a gradient, and is no parameter or buffer."""
         source = self.gather.source
         kept = is_parameter(view, source) or "buffers" in source.name
         features, single = self.gather.features, not self.gather.queries
@@ -231,7 +232,7 @@ class _Way(NamedTuple):
 def _ways(
     view: GraphView, node: Any, reader: fx.Node, read: Read, reach: int = _REACH
 ) -> Iterator[_Way]:
-    """Every way from `node`, as `reader` sees it, up to what `read` says is a gather."""
+    """Every way from `node`, as `reader` sees it, up to a gather according to `read`."""
     seen = view.value(node, reader) if view.is_tensor(node) and reach else None
     if seen is None or not may_be_above(view, [seen], LOOKUPS):
         return
@@ -245,7 +246,7 @@ def _ways(
 
 
 def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
-    """The ways to go on from a node: to what is contributions, too, if the node is."""
+    """The possible steps up from a node. If the node is contributions, so is the operand of one of the steps."""
     call = view.call(node)
     if call.get("rounding_mode"):
         return ()
@@ -254,7 +255,7 @@ def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
             return [_Step(node, call, x, "mul", y) for x, y in dict.fromkeys(call.both_ways)]
         case "div":
             return (_Step(node, call, call["input"], "div", call["other"]),)
-        case "einsum":  # one that only multiplies: bnl,nl->bnl, or btp,bt->btp
+        case "einsum":  # without a sum: bnl,nl->bnl, or btp,bt->btp
             product = contraction(view, node)
             if product is None or product.summed:
                 return ()
@@ -273,10 +274,10 @@ def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
 def contributions(
     view: GraphView, node: Any, axes: Sequence[Axis], reader: fx.Node, read: Read = gather_of
 ) -> Contributions | None:
-    """`node` with some axes, as `reader` sees it, as contributions; None where no gather is at its root.
+    """`node` with the given axes, as `reader` sees it, as contributions; None if it has no gather at its root.
 
-    `read` says what counts as a gather. Raises NoMatch where there is one, and what follows it cannot be moved into
-    the operator.
+    `read` returns the gather of a node, if it is one. Raises NoMatch if there is a gather, but the operations after it
+    cannot be moved into the operator.
     """
     found = contributions_among(view, [(node, axes)], reader, read)
     return None if found is None else found[1]
@@ -288,7 +289,7 @@ def contributions_among(
     reader: fx.Node,
     read: Read = gather_of,
 ) -> tuple[int, Contributions] | None:
-    """Which operand of a product is contributions, and they; see `contributions`."""
+    """The index of the operand of a product that is contributions, and these; see `contributions`."""
     ways = [(i, way) for i, (x, _) in enumerate(operands) for way in _ways(view, x, reader, read)]
     for i, way in sorted(ways, key=lambda found: found[1].preference(view)):
         w = _read(view, way, tuple(operands[i][1]))
@@ -298,7 +299,7 @@ def contributions_among(
 
 
 def _read(view: GraphView, way: _Way, axes: Axes) -> Contributions | None:
-    """What is done on a way, from the gather down, given the axes that it leads up from."""
+    """The contributions that the operations of a way, from the gather down, compute. axes: those at its lower end."""
     with_axes = []
     for step in way.steps:
         with_axes.append((step, axes))
@@ -323,7 +324,7 @@ def _read(view: GraphView, way: _Way, axes: Axes) -> Contributions | None:
 
 def _factor(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contributions:
     node, call, _, how, other = step
-    if isinstance(other, Selection):  # of 0 where a mask says so
+    if isinstance(other, Selection):  # contributions become 0 where a mask drops them
         if isinstance(other.keep, Assigned):
             raise NoMatch("a part of the contributions is assigned to", node)
         assigns = call.name not in ("where", "masked_fill")
@@ -363,7 +364,7 @@ def _passed(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contr
 
 
 def _function(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contributions | None:
-    """A function of the gathered weight alone can be taken of the query before the gather."""
+    """A function that only depends on the gathered weight can be applied to the query before the gather."""
     node, call, x = step[:3]
     if call.name == "neg":
         return w.then(node).scaled(-1)
@@ -382,7 +383,7 @@ def _function(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Con
         or call.inplace
         or w.nodes[-1] is not (w.of_one or w.nodes[:1])[-1]
     ):
-        return None  # scaled or reshaped before it: nobody has been seen to write this
+        return None  # scaled or reshaped before the function: not seen in any program
     return w.then(node, of_one=(*w.of_one, node))
 
 
@@ -397,10 +398,10 @@ def multiplied(
     axes: Sequence[Axis],
     reader: fx.Node,
 ) -> Contributions:
-    """Contributions with a tensor as a further factor, which broadcasts to `axes`. It must be the same for every query
-    and need no gradient. Raises NoMatch."""
+    """Contributions with a tensor that broadcasts to `axes` as a further factor. Raises NoMatch unless the tensor is
+    the same for every query and needs no gradient."""
     seen = view.value(other, reader)
-    if seen is not None and view.is_tensor(seen):  # an assignment has no value of its own
+    if seen is not None and view.is_tensor(seen):  # an assignment is not a tensor
         other = seen
     sizes = view.shape(other)
     own = axes[len(axes) - len(sizes) :]
@@ -417,7 +418,7 @@ def multiplied(
 
 
 def _varies(view: GraphView, w: Contributions, operand: fx.Node, reader: fx.Node) -> NoMatch:
-    """Why a factor may not be another one for every query."""
+    """Why a factor that differs from query to query is not supported."""
     if not w.gather.features:
         return NoMatch("the document weights differ from query to query", reader)
     original, passed = view.behind(operand, VIEWS | COPIES | {"cast"})
@@ -434,7 +435,7 @@ def _varies(view: GraphView, w: Contributions, operand: fx.Node, reader: fx.Node
 
 
 def _by_query(view: GraphView, node: Any) -> bool:
-    """Whether a look-up has an index of each row's own: gather, or an index of rows and columns."""
+    """Whether a look-up has separate indices for each row: gather, or an index of rows and columns."""
     call = view.call(node)
     index = call.get("index")
     pairs = isinstance(index, tuple) and sum(map(view.is_tensor, index)) > 1

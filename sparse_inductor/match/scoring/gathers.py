@@ -28,12 +28,13 @@ VOCABULARY = Atom(0)  # the axis of the table that is looked up
 class Gather:
     """node[...] = source[..., index[...], ...], looked up along the axis `dim`.
 
-    table_axes: which axis of `node` each axis of the table is; None for the one that is looked up. The table is the
-    `part` of the source that is taken before, at the first place of its axes `repeated`, along which it is the same.
-    ids_axes: which axis of `node` each axis of the index is. queries: the axes of `node` that the table has and the
-    index has not, or is the same along. features: they come behind the ids, as those of rows of features do, and
-    nothing says that the table is a transposed batch of queries. gradient: why the table's gradient is not what
-    indexing gives it, if so. wraps: an id counts modulo the size of the axis.
+    table_axes: for each axis of the table, the axis of `node` that it becomes; None for the one that is looked up. The
+    table is the `part` of the source that is selected first, at position 0 of the axes `repeated`, along which it is
+    constant. ids_axes: for each axis of the index, the axis of `node` that it becomes. queries: the axes of `node` that
+    the table has, and that the index does not have or along which it is constant. features: the axis of the queries
+    comes after the ids, like the features of looked-up rows, and the table is not known to be a transposed batch of
+    queries. gradient: why the table's gradient differs from that of indexing, if it does. wraps: ids are taken modulo
+    the size of the axis.
     """
 
     node: fx.Node
@@ -63,7 +64,7 @@ class Gather:
         return dataclasses.replace(self.whole_table(axes), node=t)
 
     def whole_table(self, axes: tuple[Axis, ...]) -> Placed:
-        """The source, where it is the table as it is."""
+        """The source, if it is the table itself."""
         own = tuple((VOCABULARY,) if o is None else axes[o] for o in self.table_axes)
         return Placed(self.source, self.node, own)
 
@@ -82,12 +83,12 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
     single = same_size(view.shape(node)[found.queries[0]], 1)
     features = behind and not single and not is_transposed(view, found.source)
     if features and is_parameter(view, found.source):
-        return None  # rows of an embedding: every model has some
+        return None  # rows of an embedding, which is common
     return dataclasses.replace(found, features=features)
 
 
 def rows_of(view: GraphView, node: Any) -> Gather | None:
-    """The node as whole rows of a table: node[*ids.shape, ...] = table[ids]. Nothing in it is an axis of queries."""
+    """The node as whole rows of a table: node[*ids.shape, ...] = table[ids]. It has no axis of queries."""
     found = _lookup(view, node)
     if found is None or found.dim != 0 or found.part:
         return None
@@ -111,8 +112,8 @@ _ALONG_ALL_AXES = frozenset(("gather", "take_along_dim"))
 
 
 def _items(view: GraphView, call: Call) -> tuple[Any, list[Any]]:
-    """A table and what it is indexed by: an item an axis, and None for new ones. Of gather and take_along_dim those of
-    the other axes are None."""
+    """A table and its index: one item per axis, and None for new axes. For gather and take_along_dim, the items of the
+    other axes are None."""
     table, axis = call.get("input"), 0
     other: slice | None = slice(None)
     match call.name:
@@ -142,7 +143,7 @@ def _items(view: GraphView, call: Call) -> tuple[Any, list[Any]]:
 def _along_one(
     view: GraphView, node: fx.Node, call: Call, table: fx.Node, items: list[Any]
 ) -> Gather | None:
-    """A tensor along one axis; of the others a part is taken, or a single place."""
+    """A look-up with a tensor along one axis, and slices or single positions along the others."""
     ids = next(i for i in items if isinstance(i, fx.Node))
     if not _are_ids(view, ids) or not all(
         i is ids or i is None or type(i) in (int, slice) for i in items
@@ -172,8 +173,8 @@ def _along_one(
 def _along_all(
     view: GraphView, node: fx.Node, call: Call, table: fx.Node, items: list[Any]
 ) -> Gather | None:
-    """table[0, 1, ..., ids, ...]: along every other axis of the table its own places in their order, which count along
-    some axis of the node. There the table repeats itself, or the ids do, and then it is one of the queries."""
+    """table[0, 1, ..., ids, ...]: the index of every other axis of the table counts 0, 1, ... along some axis of the
+    node. Along that axis the table is constant, or the ids are; in the latter case it is an axis of queries."""
     n, shape, sizes = len(items), view.shape(node), view.shape(table)
     if call.name in _ALONG_ALL_AXES:
         counts = [n - axis if item is None else None for axis, item in enumerate(items)]
@@ -211,13 +212,13 @@ def _are_ids(view: GraphView, ids: Any) -> bool:
 
 
 def is_transposed(view: GraphView, node: fx.Node) -> bool:
-    """Whether a matrix is written as the transpose of another one."""
+    """Whether a matrix is the transpose of another one in the program."""
     original, _ = view.behind(node, COPIES | {"cast", "detach"})
     return view.name_of(original) in REORDERS
 
 
 def table_gradient(call: Call) -> str | None:
-    """Why the gradient of the table is not that of indexing it, as an embedding's may be; None where it is."""
+    """Why the gradient of the table is not that of indexing, as is possible for an embedding; None if it is."""
     if call.get("padding_idx") is not None:
         return "padding_idx keeps the gradient of one entry out"
     if call.get("scale_grad_by_freq"):

@@ -1,8 +1,8 @@
-"""Scoring by posting lists: the lists of the query's own terms, scattered into one accumulator a query.
+"""Scoring by posting lists: the lists of a query's terms are scattered into one accumulator per query.
 
     acc[b, docs[p]] += values[p] * weight      for every position p of a list of query b
 
-with one accumulator [N], one row a query [B, N], or all of them end to end [B * N].
+with one accumulator [N], one row per query [B, N], or all of them concatenated [B * N].
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .contributions import contributions
 from .gathers import Gather, rows_of
 from .scored import Scored
 
-# What is done to documents after they were looked up, and would have to be done to the lists.
+# Operations on documents after the look-up, which would have to be applied to the lists instead.
 _CHANGES = frozenset("where masked_fill clamp clamp_min clamp_max minimum maximum".split())
 Lists = tuple[fx.Node, fx.Node, fx.Node | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Postings(Scored):
-    """Scores by posting lists. `found` looks the documents up where `w` looks the values up."""
+    """Scores by posting lists. found: the look-up of the documents, at the same positions as the values in `w`."""
 
     found: Gather
     earlier: tuple[Postings, ...] = ()
@@ -42,7 +42,8 @@ class Postings(Scored):
     layout = "posting lists"
 
     def lists(self, e: Emitter) -> Lists:
-        """Which lists these are [B, T], the weights of their entries [B, T, ...], and which of those count."""
+        """The indices of the lists [B, T], the weights of their entries [B, T, ...], and the mask of the entries that
+        count, or None."""
         ids = self.found.ids(self.w.axes)
         terms = tuple(a for axis in ids.axes for a in flat(axis) if a not in self.queries)
         of_lists = [self.queries, terms]
@@ -61,14 +62,14 @@ class Postings(Scored):
 
 
 def _joined(e: Emitter, parts: Sequence[Lists]) -> Lists:
-    """The lists of several accumulations as those of one."""
+    """The lists of several accumulations, concatenated."""
     if len(parts) == 1:
         return parts[0]
     positions = e.call(torch.cat, [p for p, _, _ in parts], 1)
     tail = next((fake(w).shape[2:] for _, w, _ in parts if not _is_number(w)), ())
     full = []
     for p, w, _ in parts:
-        if _is_number(w):  # lists without weights of the query's
+        if _is_number(w):  # lists without query weights
             ones = e.call(torch.ones_like, p, dtype=fake(w).dtype)
             for _ in range(2, fake(w).dim()):
                 ones = e.method("unsqueeze", ones, -1)
@@ -90,7 +91,7 @@ def _is_number(w: fx.Node) -> bool:
 
 
 def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
-    """The accumulation as posting lists, or None. Raises NoMatch where it nearly is."""
+    """The accumulation as posting lists, or None. Raises NoMatch if it is nearly a match."""
     call = view.call(node)
     added = addition(view, node, call) if view.is_tensor(node) else None
     if added is None or added.how != "sum":
@@ -111,7 +112,7 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
         return other if other is not None and view.same_value(other.index, found.index) else None
 
     w = contributions(view, added.source.node, added.source.axes, node, same_lists)
-    # Lists of documents are looked up, and no selection of edges: then weights of 1 are BM25S's.
+    # With several axes, the look-up is of lists of documents, not of edges of a graph; BM25S has weights of 1.
     several = max(len(view.shape(found.source)), len(view.shape(found.index))) > 1
     if w is None or not (w.has_weights or several):
         return None
@@ -141,9 +142,9 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
 
 
 class _Documents(NamedTuple):
-    """Where rows of an accumulator come from: documents that are looked up, perhaps plus a shift.
+    """The origin of the rows of an accumulator: documents that are looked up, perhaps plus a shift.
 
-    axes: of the look-up. path: the nodes in between. obstacle: why the rows are not the documents of the lists.
+    axes: those of the look-up. path: the nodes in between. obstacle: why the rows are not the documents of the lists.
     """
 
     found: Gather
@@ -154,7 +155,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(view: GraphView, rows: Placed, shift: Any = None) -> _Documents | None:
-    """The documents that rows come from, which `shift` was added to already; None for other rows."""
+    """The documents that rows come from; None for other rows. shift: the tensor that is added to them further down."""
     x, axes = rows.node, rows.axes
     if (found := rows_of(view, x)) is not None:
         return _Documents(found, axes, shift=shift)
@@ -184,7 +185,7 @@ def _documents(view: GraphView, rows: Placed, shift: Any = None) -> _Documents |
 
 
 def _end_to_end(view: GraphView, lists: Postings, shift: Any) -> Postings:
-    """Lists whose documents are shifted by query, in accumulators that a view splits up afterwards."""
+    """Lists with documents that are shifted by query, in concatenated accumulators that a view splits up afterwards."""
     node = lists.node
     if lists.into is not None:
         raise NoMatch("the accumulators of several queries are a part of another tensor", node)
@@ -216,7 +217,7 @@ def _end_to_end(view: GraphView, lists: Postings, shift: Any) -> Postings:
 
 
 def _earlier(view: GraphView, node: fx.Node, call: Call) -> Postings | None:
-    """The posting lists that the accumulator holds when `node` adds to it; None where it holds something else."""
+    """The posting lists that the accumulator already contains when `node` adds to it; None for other contents."""
     held = call["input"]
     seen = view.value(held, node) if view.is_tensor(held) else None
     found = None if seen is None else if_matched(postings_of, view, seen)

@@ -1,4 +1,4 @@
-"""What a recogniser of scoring found: whose contributions are added up, and where the documents are."""
+"""The results of the matchers for scoring: the contributions that are summed, and the layout of the documents."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
 class Scored:
     """node[b, n] = sum of the contributions of document n to query b.
 
-    axes: of the result. queries, docs: the atoms that they consist of. reads: what is read beside the contributions,
-    and by whom. accumulator: the names of the tensor that they were added to in place, if any, or into: the part of
-    one. inner: further nodes that belong to it. earlier: scores that the same accumulator holds already, as in a loop.
+    axes: those of the result. queries, docs: the atoms that they consist of. reads: further nodes that are read, each
+    with its reader. accumulator: the nodes that name the tensor to which they were added in place, if any. into: the
+    part of a tensor to which they were added instead. inner: further nodes that belong to the scores. earlier: scores
+    that the same accumulator already contains, as in a loop.
     """
 
     node: fx.Node
@@ -51,7 +52,7 @@ class Scored:
 
     @property
     def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        """What is read, and by whom."""
+        """The nodes that are read, each with its reader."""
         return (*(read for s in self.earlier for read in s.inputs), *self.w.reads, *self.reads)
 
     @property
@@ -72,7 +73,7 @@ class Scored:
         raise NotImplementedError
 
     def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
-        """[N] or [B, N] in the shape of the user's result."""
+        """Scores [N] or [B, N] in the shape of the user's result."""
         groups = (self.queries, self.docs)[2 - fake(scores).dim() :]
         want = [flat(axis) for axis in self.axes]
         scores = laid_out(e, Placed(scores, self.node, groups), want, sized=self.w.sized)
@@ -83,8 +84,8 @@ class Scored:
 class Scores(Scored):
     """Scores of documents that are rows, or parts of a list of entries.
 
-    entries: the atoms of such a list, in its order. rows, offsets: how its entries belong to documents. rule: by which
-    PyTorch reads the offsets (`aten.sparse_scores`).
+    entries: the atoms of such a list, in its order. rows, offsets: build the tensor that assigns its entries to
+    documents. rule: the rule by which PyTorch reads the offsets (`aten.sparse_scores`).
     """
 
     entries: tuple[Atom, ...] | None = None
@@ -99,26 +100,26 @@ class Scores(Scored):
     def emit(self, e: Emitter, k: Any = None) -> fx.Node:
         dtype = fake(self.node).dtype
         query = self.w.query(e)
-        if dtype == torch.float64:  # a sum may compute in it, of narrower products
+        if dtype == torch.float64:  # the sum of narrower products may be computed in float64
             query = e.cast(query, dtype)
         ids, values = self.documents(e, e.size(query, -1))
         rows = None if self.rows is None else self.rows(e)
         offsets = None if self.offsets is None else self.offsets(e)
         num_docs = self.num_docs
-        if not isinstance(num_docs, int):  # of padded documents the operator sees it itself
+        if not isinstance(num_docs, int):  # for padded documents, the operator reads it off the ids
             num_docs = -1 if self.entries is None else self._counted(e, offsets)
         args = (query, ids, values, rows, offsets, num_docs)
         if k is None:
             return e.call(own_operator("sparse_scores"), *args, dtype, self._lookup)
         held = sum(1 << i for i, t in enumerate(args[1:5]) if t is not None and _is_held(t))
-        if not held & 3 or compat.current_code() is None:  # made anew at each call, or exported
+        if not held & 3 or compat.current_code() is None:  # computed at each call, or exported
             return e.call(own_operator("sparse_scores_topk"), *args, k, dtype, self._lookup)
         return e.call(
             own_operator("sparse_scores_topk_cached"), *args, k, dtype, self._lookup, held
         )
 
     def _counted(self, e: Emitter, offsets: fx.Node | None) -> fx.Node:
-        """The number of documents, read from what says where their entries are, or from what these are added to."""
+        """The number of documents, from the size of the offsets or of the accumulator."""
         if offsets is not None:
             return e.call(operator.sub, e.size(offsets, 0), 1)
         call = canonical(self.node)
@@ -129,16 +130,16 @@ class Scores(Scored):
 
     @property
     def _lookup(self) -> str:
-        """By which rules PyTorch refuses the ids and the rows or offsets, for the operator to do the same.
+        """The rules by which PyTorch rejects the ids and the rows or offsets, so that the operator does the same.
 
-        What a mask leaves out has the padding's id by then.
+        There is no rule for masked ids, because the entries that a mask drops have the padding's id.
         """
         of_ids = "" if self.w.masked else _refusal(self.w.gather.node)
         of_rows = _refusal(self.node) if self.rows else self.rule
         return f"{of_ids} {of_rows}".rstrip()
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
-        """ids and values: [N, L] of rows, else [nnz]; V is the id of what counts nothing."""
+        """ids and values: [N, L] for rows, else [nnz]; V is the id of entries that do not count."""
         inner = [atom for atom in self.w.entries if atom not in self.docs]
         groups = [self.docs, inner] if self.entries is None else [self.entries]
         ids = self.w.ids(e, groups)
@@ -149,13 +150,13 @@ class Scores(Scored):
         return ids, values
 
 
-# What lays out its result without regard to its input.
+# Operations with results that have a layout independent of the input's.
 _OF_THEIR_OWN_LAYOUT = frozenset("topk argmax matmul mm".split())
 
 
 def _strides_matter(node: fx.Node) -> bool:
-    """Whether somebody asks for a result's strides or has his own from them; what the graph returns is seen to in
-    `layouts`."""
+    """Whether a reader uses the strides of a result, or derives its own result's strides from them. The strides of
+    graph outputs are handled in `layouts`."""
     return any(
         _strides_matter(user)
         if name_of(user) in REORDERS
@@ -165,7 +166,7 @@ def _strides_matter(node: fx.Node) -> bool:
 
 
 def _is_held(node: fx.Node) -> bool:
-    """Whether a tensor is one that the program hands to the graph, or a view of it."""
+    """Whether a tensor is an input or attribute of the graph, or a view of one."""
     while node.op not in ("placeholder", "get_attr"):
         call = canonical(node)
         if call is None or call.name not in _VIEWS or not isinstance(call.get("input"), fx.Node):
@@ -182,9 +183,9 @@ _REFUSALS = {
 
 
 def _refusal(node: fx.Node) -> str:
-    """By whose rules a look-up or a scattered sum refuses an index (`aten.sparse_scores`); empty: not known."""
+    """The rule by which a look-up or a scattered sum rejects an index (`aten.sparse_scores`); empty: not known."""
     name = name_of(node) or ""
-    if name == "index_add":  # what it raises depends on how many axes there are, and which it is
+    if name == "index_add":  # the error depends on the number of axes
         return "embedding" if fake(node).dim() == 1 else "gather"
     if name == "index_select":
         call = canonical(node)

@@ -1,5 +1,5 @@
-"""The selection of the best documents that alone reads the scores: topk, a maximum, a sort that is cut, or the indices
-of these alone."""
+"""The selection of the best documents, if nothing else reads the scores: topk, a maximum, a truncated sort, or only the
+indices of one of these."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BEST = Atom(0)  # the axis of the results
 
 @dataclasses.dataclass(frozen=True)
 class Top:
-    """The top-k that alone reads the scores.
+    """The top-k that is the only reader of the scores.
 
-    node: the selection; k: how many; dim: of its input; results: the nodes of its values (0) and of its indices (1);
-    sliced: the nodes that cut a full sort; reduced: whether it is a maximum, whose results lack the axis. path: the
-    views in between, and what else belongs to it. queries: the axes of its input that are the queries, in their order;
-    axes: of the results.
+    node: the selection. k: the number of documents. dim: the dimension of the input. results: the nodes of its values
+    (0) and of its indices (1). sliced: the nodes that truncate a full sort. reduced: whether it is a maximum without
+    the axis in its results. path: the views in between, and further nodes that belong to it. queries: the axes of its
+    input that are the queries, in their order. axes: those of the results.
     """
 
     node: fx.Node
@@ -43,7 +43,7 @@ class Top:
     axes: tuple[Axis, ...] = ()
 
     def put(self, e: Emitter, found: fx.Node) -> None:
-        """Have every reader of the selection read `found`, the operator's (values, indices), instead."""
+        """Replace the selection, for all of its readers, by `found`, the operator's (values, indices)."""
         for part, which in self.results:
             t = e.cast(e.call(operator.getitem, found, which), fake(part).dtype)
             has = (self.queries, () if self.reduced else (_BEST,))[2 - fake(t).dim() :]
@@ -53,9 +53,11 @@ class Top:
 
 
 def top_of(view: GraphView, s: Scored) -> Top | None:
-    """The selection that alone reads the scores, through views."""
+    """The selection that is the only reader of the scores, through views; None if there is none."""
     if view.needs_grad(s.node):
-        return None  # the gradient needs the scores' documents; scatter them from the top-k is not worth it
+        return (
+            None  # the gradient needs all documents; scattering it from the top-k is not worth it
+        )
     node, path = s.node, []
     while True:
         readers = list(view.readers(node))
@@ -84,7 +86,7 @@ def top_of(view: GraphView, s: Scored) -> Top | None:
             axes = (above if call.name == "select" else before)(view, one, call, axes)
     except NoMatch:
         return None
-    # An axis of the scores is either documents or queries, in a view of them as well.
+    # Each axis of the scores, and of a view of them, is either documents or queries.
     place = {a: i for i, a in enumerate((*s.queries, *s.docs))}
     pairs = sorted(
         (place[flat(was)[0]], flat(was), flat(now)) for was, now in zip(s.axes, axes) if flat(was)
@@ -128,7 +130,7 @@ def _selection(view: GraphView, node: fx.Node) -> Top | None:
 
 
 def _cut_sort(view: GraphView, sort: Top) -> Top | None:
-    """A sort of which only the first k are read."""
+    """A sort as a top-k, if only its first k results are read."""
     cuts = [reader for part, _ in sort.results for reader in view.readers(part)]
     lengths = set()
     for cut in cuts:
