@@ -1,7 +1,7 @@
-"""Sparse autoencoders as libraries train them: the graph of a training step of each kind.
+"""Sparse autoencoders of each kind, written so that their training steps have the graphs of public libraries.
 
-A step gives the loss, its terms, the reconstruction, the activations and the pre-activations, as such trainers compile
-it (`torch.compile(autoencoder.step)`).
+Trainers compile the whole step (`torch.compile(autoencoder.step)`), which returns the loss, its terms, the
+reconstruction, the activations and the pre-activations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH, NEURONS, K = 8, 64, 4
 
 @dataclasses.dataclass
 class Step:
-    """What a training step returns."""
+    """The results of a training step."""
 
     reconstruction: torch.Tensor
     activations: torch.Tensor
@@ -27,7 +27,7 @@ class Step:
 
 
 class Autoencoder(nn.Module):
-    """The weights, and the step that all kinds share."""
+    """The base class: the weights, and the training step that all kinds share."""
 
     def __init__(self, width: int = WIDTH, neurons: int = NEURONS):
         super().__init__()
@@ -66,7 +66,7 @@ class Autoencoder(nn.Module):
 
 
 class Standard(Autoencoder):
-    """ReLU; L1 of the activations weighted by the norms of the decoder's rows."""
+    """The ReLU autoencoder with an L1 loss of the activations, weighted by the norms of the decoder's rows."""
 
     def terms(self, x, f, pre, y, dead):
         weighted = f * self.W_dec.norm(dim=1)
@@ -79,7 +79,10 @@ def _near(z, threshold, width):
 
 
 class _Jump(torch.autograd.Function):
-    """z where it is above the threshold; the threshold's gradient is that of a rectangle around it."""
+    """JumpReLU: z where it is above the threshold, 0 elsewhere.
+
+    The threshold's gradient is estimated with a rectangular kernel of the given width.
+    """
 
     @staticmethod
     def forward(z, threshold, width):
@@ -98,7 +101,7 @@ class _Jump(torch.autograd.Function):
 
 
 class _Above(_Jump):
-    """1 where z is above the threshold; for the threshold alone there is a gradient."""
+    """The step function: 1 where z is above the threshold. Only the threshold gets a gradient."""
 
     @staticmethod
     def forward(z, threshold, width):
@@ -111,7 +114,10 @@ class _Above(_Jump):
 
 
 class JumpReLU(Autoencoder):
-    """A threshold for each neuron, the exponential of a parameter; the loss counts what is above it."""
+    """The JumpReLU autoencoder in training: each neuron's threshold is the exponential of a parameter.
+
+    The loss has the number of active neurons (L0).
+    """
 
     def __init__(self, *sizes: int):
         super().__init__(*sizes)
@@ -131,7 +137,7 @@ class JumpReLU(Autoencoder):
 
 
 class JumpReLUInference(Autoencoder):
-    """A rectifier times whether the pre-activation is above a threshold."""
+    """The JumpReLU autoencoder in inference: relu(pre) * (pre > threshold)."""
 
     def __init__(self, *sizes: int):
         super().__init__(*sizes)
@@ -143,7 +149,10 @@ class JumpReLUInference(Autoencoder):
 
 
 class Gated(Autoencoder):
-    """One projection says which neurons are active, the same with other scales how much."""
+    """The gated autoencoder: one projection decides which neurons are active.
+
+    The same weights with other scales and biases give the values of the active neurons.
+    """
 
     def __init__(self, *sizes: int):
         super().__init__(*sizes)
@@ -164,7 +173,11 @@ class Gated(Autoencoder):
 
 
 class TopK(Autoencoder):
-    """The k largest of each row, as if the decoder's rows had norm 1; dead neurons learn what is left over."""
+    """The TopK autoencoder, which keeps the k largest pre-activations of each row.
+
+    Pre-activations are scaled as if the decoder's rows had norm 1. An auxiliary loss trains dead neurons to reconstruct
+    the residual.
+    """
 
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
         values, indices = torch.topk(pre, k=K, dim=-1, sorted=False)
@@ -192,7 +205,7 @@ class TopK(Autoencoder):
 
 
 class BatchTopK(TopK):
-    """The k largest a row on average: the largest of the whole batch."""
+    """The BatchTopK autoencoder, which keeps the largest activations of the whole batch, k per row on average."""
 
     def __init__(self, *sizes: int):
         super().__init__(*sizes)
@@ -215,7 +228,7 @@ class BatchTopK(TopK):
 
 
 class Matryoshka(BatchTopK):
-    """Prefixes of the neurons reconstruct, too."""
+    """The Matryoshka autoencoder: prefixes of the neurons have to reconstruct the input, too."""
 
     def step(self, x, dead=None):
         out = super().step(x, dead)

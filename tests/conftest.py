@@ -16,26 +16,26 @@ import hypothesis
 import pytest
 import torch
 
-# How long examples take says nothing here.
+# The duration of an example says nothing about the code: kernels run in an interpreter.
 hypothesis.settings.register_profile(
     "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tests")
 
-# Before anything imports triton: without a GPU its kernels run in the interpreter.
+# Without a GPU, Triton's kernels run in its interpreter. This is set before anything imports triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Compiled graphs of another version of the operators must not be found: called without a session, they are not
-# part of Inductor's cache key.
+# Inductor must not find graphs that were compiled with another version of the operators: the code of operators that
+# are called without a session is not part of its cache key.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="sparse_inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-# Most tests are about what is recognised; `test_policy.py` is about what the default makes of it.
+# Most tests are about recognition; `test_policy.py` tests the default policy.
 os.environ.setdefault("SPARSE_INDUCTOR_POLICY", "always")
-# Garbage is collected now and then, not after each compile, a tenth of whose time that would take.
+# Dynamo would collect garbage after each compilation, which takes a tenth of the compilation's time.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-# What the processor says it has is there: to compile a program that sees takes ten seconds for each new cache.
+# Trust the vector extensions that the processor reports: a test compilation takes ten seconds for each new cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -47,8 +47,9 @@ pytest_plugins = ["sparse_inductor.pytest_plugin"]
 
 torch.set_num_threads(max(1, min(torch.get_num_threads(), 2)))
 
-# What would take another tenth: pytest records the loggers that do not propagate, and for a logger with a handler torch
-# writes every graph as JSON; Dynamo flushes the processor's caches to measure how long a frame's guards take.
+# These two would take another tenth of the time. pytest attaches handlers to loggers that do not propagate, and torch
+# writes every graph as JSON if its trace logger has a handler. Dynamo flushes the processor's caches to measure the
+# time of a frame's guards.
 if "TORCH_TRACE" not in os.environ:
     trace = logging.getLogger("torch.__trace")
     trace.propagate = True
@@ -56,22 +57,22 @@ if "TORCH_TRACE" not in os.environ:
 guards = importlib.import_module("torch._dynamo.guards")
 if hasattr(guards, "profile_guard_manager"):
     guards.profile_guard_manager = lambda *_: 0.0
-# TORCHINDUCTOR_VEC_ISA_OK leaves the extensions of AVX512 to be tried.
+# Despite TORCHINDUCTOR_VEC_ISA_OK, torch test-compiles the extensions of AVX512.
 importlib.import_module("torch._inductor.cpu_vec_isa").VecISA.check_build = lambda *_: True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there by now stays: collecting garbage need not look through it each time."""
+    """Exempt the objects that exist after collection from garbage collection, because they live until the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # or what goes at exit is taken for leaked
+    gc.unfreeze()  # otherwise objects that are freed at exit are reported as leaked
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: Counter[str] = Counter()
     for item in items:
@@ -92,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Feed-forward blocks are packed from 1,025 rows on, as small as their weights are."""
+    """Feed-forward blocks are packed from 1,025 rows on, however small their weights are."""
     from sparse_inductor.kernels.relu_ffn import forward as relu_ffn
 
     monkeypatch.setattr(relu_ffn, "FEW", 1024)
@@ -101,7 +102,7 @@ def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_recorded() -> Iterator[None]:
-    """No call is replayed that was recorded before this test, nor afterwards what it recorded."""
+    """Recorded calls are dropped before and after the test, so that none is replayed in another test."""
     from sparse_inductor.kernels.common import replay
 
     replay.forget()
@@ -119,7 +120,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def toy() -> Iterator[None]:
-    """A pattern of the tests' own."""
+    """Registers a pattern that exists only for tests."""
     from support import registered
     from toy import Toy
 
@@ -129,7 +130,7 @@ def toy() -> Iterator[None]:
 
 @pytest.fixture
 def toys(toy: None) -> Iterator[None]:
-    """And another one."""
+    """Registers the pattern of `toy` and a second one, named "other"."""
     from support import registered
     from toy import Toy
 
@@ -144,7 +145,7 @@ def clean_state(clean_dynamo: None) -> None:
 
 @pytest.fixture(autouse=True)
 def no_fallbacks() -> Iterator[None]:
-    """A kernel that fails is not covered up by what computes its operator instead."""
+    """Fails a test in which a kernel failed and its operator fell back to another implementation."""
     from sparse_inductor import layers
 
     yield

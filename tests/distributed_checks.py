@@ -1,6 +1,6 @@
-"""What `test_distributed` runs in every process of a group: one function a check, results equal one process's.
+"""The checks that `test_distributed` runs in every process of a group: results have to equal those of one process.
 
-Run as a script with a folder, a world size, a device type and the names of checks; rank 0 writes `results.json`,
+Run it as a script with a folder, a world size, a device type and the names of checks. Rank 0 writes `results.json`,
 {check: error or ""}.
 """
 
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 R = Replicate()
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
-# The checks that compile the same kernels, by what they have in common.
+# Checks that compile the same kernels, by the name that they share: they run in one group of processes.
 PARTS: dict[str, list[str]] = {}
 
 
@@ -40,7 +40,7 @@ def check(fn: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
 
 
 def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
-    """Each operator as a function of tensors that may all be sharded, with some."""
+    """Return each operator as a function of tensors that may all be sharded, and example tensors."""
     from sparse_inductor import ops
 
     torch.manual_seed(0)
@@ -66,11 +66,11 @@ def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Ten
     }
 
 
-# How the tensors are placed, and how the result is then: the work is spread where that is possible.
+# Placements of the tensors and the placement that the result must have. Work is distributed where that is possible.
 SHARDED = {
     "splade_head": [
         ([R, R, R, R], R),
-        ([Shard(0), R, R, Shard(0)], Shard(0)),  # over the batch, of uneven parts
+        ([Shard(0), R, R, Shard(0)], Shard(0)),  # over the batch, in uneven shards
         ([R, Shard(0), Shard(0), R], Shard(1)),  # over the vocabulary
         ([Shard(1), R, R, Shard(1)], R),  # a sharded sequence is gathered
         ([Shard(2), Shard(1), R, R], R),
@@ -136,7 +136,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
 
 @check
 def a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
-    """Data by tensor parallel, one process each way."""
+    """Data and tensor parallelism on a mesh [1, world size]."""
     fn, (hidden, weight, bias, mask) = ops_of(mesh)["splade_head"]
     wide = DeviceMesh(mesh.device_type, mesh.mesh.reshape(1, -1), mesh_dim_names=("dp", "tp"))
     got = fn(
@@ -151,7 +151,7 @@ def a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
 
 @check
 def posting_lists_over_the_queries(mesh: DeviceMesh) -> None:
-    """Positions and weights of the queries' terms are spread, posting lists are everybody's."""
+    """Positions and weights of the queries' terms are sharded, posting lists are replicated."""
     torch.manual_seed(0)
     like = {"device": mesh.device_type}
     positions, docs = torch.randint(0, 8, (5, 3), **like), torch.randint(0, 9, (8, 4), **like)
@@ -193,7 +193,7 @@ def a_plain_tensor_among_dtensors_is_an_error(mesh: DeviceMesh) -> None:
 
 
 def models(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
-    """The model of one process, the one to be spread, and a batch for all processes."""
+    """Return the reference model, an equal one to distribute, and a batch for all processes."""
     from programs import batch, encoder
 
     whole, spread = encoder().to(mesh.device_type), encoder().to(mesh.device_type)
@@ -244,7 +244,7 @@ def fsdp2(mesh: DeviceMesh) -> None:
 
 @check
 def tensor_parallel(mesh: DeviceMesh) -> None:
-    """Heads and vocabulary spread as torch's own plans do it, with local tensors between the modules."""
+    """Heads and vocabulary are sharded by torch's own plans, with local tensors between the modules."""
     whole, spread, args = models(mesh)
     plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
     plan |= {"attention.out": RowwiseParallel(), "decoder": ColwiseParallel()}
@@ -259,7 +259,7 @@ def tensor_parallel(mesh: DeviceMesh) -> None:
 
 
 def part(mesh: DeviceMesh, t: Tensor) -> Tensor:
-    """This process's columns."""
+    """Return this process's columns."""
     return distribute_tensor(t.detach(), mesh, [Shard(1)]).to_local()
 
 
@@ -275,7 +275,7 @@ class Block(nn.Module):
 
 @check
 def a_feed_forward_block_by_column_and_by_row(mesh: DeviceMesh) -> None:
-    """Neurons spread as torch's plans do it, with local tensors between the projections: each process has a summand."""
+    """Neurons are sharded by torch's plans, with local tensors between the projections: results are partial sums."""
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     for bias in (False, True):
         torch._dynamo.reset()
@@ -296,7 +296,7 @@ def a_feed_forward_block_by_column_and_by_row(mesh: DeviceMesh) -> None:
 
 @check
 def residual_of_a_block(mesh: DeviceMesh) -> None:
-    """Spread over the tokens only: over the neurons everybody would add it."""
+    """Work is sharded over the tokens only: if neurons were sharded, each process would add the residual."""
     block, (x, gate, up, down) = ops_of(mesh)["relu_ffn"]
     with_residual = lambda x, gate, up, down, r: torch.ops.sparse_inductor.relu_ffn(
         x, gate, None, up, None, down, None, None, None, "relu", "", False, False, r
@@ -320,7 +320,7 @@ def residual_of_a_block(mesh: DeviceMesh) -> None:
 
 @check
 def tensor_parallel_on_dtensors(mesh: DeviceMesh) -> None:
-    """The head alone, DTensors from end to end."""
+    """The head alone has DTensors as its inputs and its result."""
     whole, spread, (ids, mask) = models(mesh)
     parallelize_module(spread.decoder, mesh, ColwiseParallel(use_local_output=False))
 

@@ -1,8 +1,8 @@
-"""Triton's interpreter at twice its speed, and with any NumPy.
+"""Patches that make Triton's interpreter twice as fast and let it run with any NumPy.
 
-It patches `triton.language` at each call of a helper function, although the launch around it has done so, which is
-half of the time of the kernels here, and makes a dict of all dtypes to look one up. That of Triton 3.6 takes an array
-of one element for a number, which NumPy 2.4 refuses.
+The interpreter patches `triton.language` at each call of a helper function although the launch has already done so,
+which takes half of the time of this package's kernels. It also builds a dict of all dtypes for each look-up. In Triton
+3.6 it converts an array of one element to a number, which NumPy 2.4 refuses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _with_numbers(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], Non
 
 
 class _Once:
-    """Triton's `_patch_lang`; `restore` of what the outermost call returns undoes the nested ones too."""
+    """A replacement of Triton's `_patch_lang` that patches once; the outermost `restore` undoes nested calls too."""
 
     patches_once = True
 

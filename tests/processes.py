@@ -1,4 +1,4 @@
-"""Python in processes of its own, and threads."""
+"""Helpers to run Python in subprocesses, and functions in threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def python(
     timeout: float = 300,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these modules on its path, these variables and `without` those; it has to succeed if `check`."""
+    """Run Python with `path` as PYTHONPATH, with the environment `variables` set and those in `without` removed.
+
+    With `check`, raise if it fails.
+    """
     env = {name: value for name, value in os.environ.items() if name not in {*without}}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
     done = subprocess.run(
@@ -37,7 +40,7 @@ def python(
 
 @contextlib.contextmanager
 def threads(*works: Callable[[], Any]) -> Iterator[None]:
-    """Each work in a thread, from here to the end of the block or longer."""
+    """Run each function in a thread, beside the block; the threads are joined at its end."""
     running = [threading.Thread(target=work) for work in works]
     for thread in running:
         thread.start()

@@ -1,4 +1,4 @@
-"""Small models with a rewrite of each family in them, for tests of how a program is run."""
+"""Small models that contain rewrites of every family, for tests of the ways to run a program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embedding, entmax attention, SPLADE head: values [B, VOCABULARY]."""
+    """A SPLADE encoder: embedding, entmax attention, SPLADE head. Its result is [B, VOCABULARY]."""
 
     def __init__(self, dim: int = D, heads: int = HEADS) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Encoder(nn.Module):
 
 
 def batch(B: int = 3, L: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens [B, L] and their mask [B, L], the last sequence padded."""
+    """Return tokens [B, L] and their mask [B, L]; the last sequence is padded."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (B, L), generator=generator)
     mask = torch.ones(B, L)
@@ -62,7 +62,7 @@ def batch(B: int = 3, L: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def encoder(seed: int = 0, **kwargs) -> Encoder:
-    """The model with the weights of a seed; it is the same for the same seed."""
+    """Return an `Encoder` whose random weights depend on the seed alone."""
     torch.manual_seed(seed)
     return Encoder(**kwargs)
 
@@ -101,7 +101,7 @@ class Routing(nn.Module):
 
 
 class Pooling(nn.Module):
-    """A SPLADE head over as many words as there are features, added to every token."""
+    """A SPLADE head with a vocabulary of `dim` terms; its result is added to every token."""
 
     def __init__(self, dim: int = D) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Pooling(nn.Module):
 
 
 class Scoring(nn.Module):
-    """Scores of as many documents as there are features by each sequence's first token, added to every token."""
+    """Scores of `dim` documents for each sequence's first token, added to every token."""
 
     def __init__(self, dim: int = D) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ LAYERS = {
     "splade_head": Pooling,
     "sparse_scores": Scoring,
 }
-"""A module [B, L, D] -> [B, L, D] with one rewrite of each pattern."""
+"""For each pattern, a module [B, L, D] -> [B, L, D] that it rewrites once."""
 
 
 def layer(pattern: str) -> nn.Module:
@@ -140,7 +140,7 @@ def layer(pattern: str) -> nn.Module:
 
 
 class Model(nn.Sequential):
-    """Attention, a feed-forward block, sparse scores and a head, one after the other."""
+    """A chain of attention, a feed-forward block, sparse scores and a SPLADE head."""
 
     PATTERNS = ("entmax_attention", "relu_ffn", "sparse_scores", "splade_head")
 
@@ -150,7 +150,7 @@ class Model(nn.Sequential):
 
 
 def draw(batch: int = 2, length: int = 5, seed: int = 1) -> Tensor:
-    """An input of a layer or of the model."""
+    """Return a random input [batch, length, D] for `layer` or `Model`."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, D, generator=generator, dtype=torch.float32)
     return x.requires_grad_()
@@ -159,8 +159,10 @@ def draw(batch: int = 2, length: int = 5, seed: int = 1) -> Tensor:
 def step(
     program: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor | None = None
 ) -> list[Tensor | None]:
-    """What a training step makes: the result, gradients of the input and of the parameters; without gradients the
-    result."""
+    """Run a training step and return the result and the gradients of the input and of the parameters.
+
+    Where gradients are disabled, return the result alone.
+    """
     x = draw() if x is None else x
     y = program(x)
     if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What recognition tests share."""
+"""Helpers that the tests share: sessions with selected patterns, reports, errors, and dispatch modes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SPLADE = "splade_head"
 
 
 def heavy(*values: Any) -> Any:
-    """Values of a test's parameters that are left to `make test-all`, because others cross the same branches."""
+    """Mark parameters of a test to run in `make test-all` only, because other parameters cover the same branches."""
     return pytest.param(*values, marks=pytest.mark.heavy)
 
 
 def one_in(n: int, values: Iterable[Any]) -> list[Any]:
-    """Each n-th of a test's values, and the others for `make test-all`."""
+    """Return the values with all but every n-th marked to run in `make test-all` only."""
     return [value if i % n == 0 else heavy(value) for i, value in enumerate(values)]
 
 
 @contextlib.contextmanager
 def registered(*patterns: Any) -> Iterator[None]:
-    """The patterns are known in the block."""
+    """Register the patterns for the duration of the block."""
     from sparse_inductor import pattern
 
     for each in patterns:
@@ -45,7 +45,7 @@ def registered(*patterns: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only(*patterns: str) -> Iterator[Any]:
-    """Nothing compiled before, the named patterns on, an empty report."""
+    """Enable the named patterns alone for the block, with Dynamo reset and an empty report, which is yielded."""
     import sparse_inductor
 
     torch._dynamo.reset()
@@ -60,7 +60,10 @@ def only(*patterns: str) -> Iterator[Any]:
 
 
 def index_pays(monkeypatch: pytest.MonkeyPatch, most: dict[str, int] | None = None) -> None:
-    """Have an index of documents that stay the same count as faster than scoring, up to such sizes."""
+    """Add rows to the break-even table by which an index of constant documents is faster than scoring them.
+
+    `most` maps names of sizes to the largest values for which this holds; by default it holds for all sizes.
+    """
     rows = [
         break_even.Row("sparse_scores", where, below, "", "", {"constant": 1}, sizes)
         for where in ("cpu", "cuda")
@@ -70,7 +73,7 @@ def index_pays(monkeypatch: pytest.MonkeyPatch, most: dict[str, int] | None = No
 
 
 def only_splade_head() -> contextlib.AbstractContextManager[Any]:
-    """Nothing compiled before, the one pattern on, an empty report."""
+    """Enable `splade_head` alone for the block; see `only`."""
     return only(SPLADE)
 
 
@@ -83,7 +86,10 @@ def near_misses(report: Any, pattern: str = SPLADE) -> list[Any]:
 
 
 def error(got: torch.Tensor, truth: torch.Tensor, precision: torch.dtype) -> float:
-    """Distance to the truth, absolute below 1 and relative above, where the truth is finite."""
+    """Return the error where the truth is finite: absolute below 1, relative above.
+
+    It is the root mean square for 16-bit precisions and the maximum otherwise.
+    """
     got, truth = got.detach().double(), truth.detach().double()
     keep = truth.isfinite() & (truth.abs() < 1e30)
     gap = ((got - truth).abs() / truth.abs().clamp(min=1.0))[keep]
@@ -94,13 +100,16 @@ def error(got: torch.Tensor, truth: torch.Tensor, precision: torch.dtype) -> flo
 
 
 def relative(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """The norm of the error over that of the truth."""
+    """Return the norm of the error divided by the norm of the truth."""
     truth = truth.double()
     return ((got.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
 
 
 def in_a_graph(call: Callable[[], Any], before: int = 0) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of a call, which is made so often on another stream before, and what it writes to."""
+    """Capture a call into a CUDA graph, after `before` warm-up calls on a side stream.
+
+    Returns the graph and the captured call's result, which a replay overwrites.
+    """
     if before:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -115,7 +124,10 @@ def in_a_graph(call: Callable[[], Any], before: int = 0) -> tuple[torch.cuda.CUD
 
 
 class Promises(TorchDispatchMode):
-    """Compares every call of an operator of ours with what its fake says."""
+    """A dispatch mode that compares the results of this package's operators with those of their fake kernels.
+
+    Shapes, dtypes and strides have to agree. `seen` has the names of the operators that were called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,19 +147,22 @@ class Promises(TorchDispatchMode):
 
 
 def described(t: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, and the strides of the dimensions that have one."""
+    """Return shape, dtype, and the strides of the dimensions of more than one element."""
     strides = [s for n, s in zip(t.shape, t.stride()) if n > 1 and t.numel()]
     return tuple(t.shape), t.dtype, strides
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of one storage that any operator made, those inside our operators included."""
+    """A dispatch mode that records the largest storage, in elements, of any operator's result.
+
+    This includes the intermediate results of this package's operators.
+    """
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "sparse_inductor":
-            with self:  # the kernel's own calls, rather than the operator as one
+            with self:  # sees the calls that the operator's kernel makes
                 out = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))

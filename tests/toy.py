@@ -1,4 +1,4 @@
-"""A pattern of the tests' own, so that the machinery is tested without any of the real families.
+"""A pattern that exists only for tests, so that they can test the machinery without the real families.
 
 `relu(x + 1)` becomes `hardtanh(x + 1, 0, inf)`, which has the same value and is easy to find; a
 relu of anything else is a near miss.
@@ -70,8 +70,8 @@ def relu_alone(x: torch.Tensor) -> torch.Tensor:
 
 
 def captured(fn: Callable[..., Any], *args: Any, fullgraph: bool = False) -> list[str]:
-    """Compile by Dynamo and Inductor's pre-grad passes alone; the names of the functions in the
-    graphs."""
+    """Compile with Dynamo and Inductor's pre-grad passes alone, and return the names of the functions in
+    the graphs."""
     names: list[str] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -84,5 +84,5 @@ def captured(fn: Callable[..., Any], *args: Any, fullgraph: bool = False) -> lis
 
 
 def matched() -> list[str]:
-    """The patterns of what was rewritten."""
+    """Return the patterns of the rewrites in the report."""
     return [r.pattern for r in sparse_inductor.report().rewrites]

@@ -1,4 +1,4 @@
-"""Calls that write to a tensor, also those that say so in their documentation or in a schema alone."""
+"""Calls that write to a tensor, including those whose writes only documentation or a schema tells."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WRITERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def writer(name: str) -> Callable[[torch.Tensor], Any]:
-    """The call, where this torch lets it write."""
+    """Return the call of that name; skip the test if this version of torch does not let it write."""
     try:
         with torch.no_grad():
             WRITERS[name](torch.ones(3))

@@ -1,1 +1,1 @@
-"""How people write the families this project recognises, one file of small cases a family."""
+"""The corpus: small programs as people write the families that this project recognises, one folder per family."""

@@ -1,4 +1,4 @@
-"""One case of the corpus: a program, its inputs, and what a recogniser should make of it."""
+"""One case of the corpus: a program, its inputs, and the expected decision of the recogniser."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Any, Literal
 
 import torch
 
-# rewrite        a user would be disappointed without the rewrite, and it is exact
-# no_rewrite     no rewrite exists that keeps the result
-# maybe          either is fine; the numbers must hold
+# rewrite        a user would expect the rewrite, and it is exact
+# no_rewrite     no rewrite keeps the result
+# maybe          either is fine; the results must be right
 # out_of_graph   the pattern is not inside the compiled region; nothing may break
 Expectation = Literal["rewrite", "no_rewrite", "maybe", "out_of_graph"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`build()` returns a callable or nn.Module and its example inputs, made anew from fixed seeds.
+    """A program with its inputs and its expectation.
 
-    `why` is the reason for any expectation other than "rewrite". The report has to give it of what is "no_rewrite", at
-    a line with `at` in it; without `at` the program only stands in the same place as a family, as much of every model
-    does, and nothing may be said of it. `precision` is the lowest dtype the program computes in; `rewrites` is how many
-    places there are to rewrite, `pattern` which pattern should. `dense` is what a rewrite saves: afterwards no matrix
-    product with so many results is left. Of what is rewritten nothing is a near miss, but of a pattern `beside` it;
-    `note` is how its note ends. `unsupported` says why this torch cannot run the program itself, and nothing where it
-    can.
+    - `build()` returns a callable or nn.Module and its example inputs, newly made from fixed seeds.
+    - `why` is the reason for any expectation other than "rewrite". For "no_rewrite" the report has to give this reason
+      at a source line that contains `at`. Without `at` the program does not resemble a family, and the report must not
+      mention it.
+    - `precision` is the lowest dtype that the program computes in.
+    - `rewrites` is the number of rewrites, and `pattern` the pattern that makes them.
+    - `dense` is a number of elements: no matrix product with that many results may be left after the rewrite.
+    - `beside` is a pattern that may report near misses beside the rewrite; other patterns may not.
+    - `note` is the end of the rewrite's note.
+    - `unsupported` returns the reason why this version of torch cannot run the program, or "" if it can.
     """
 
     name: str
@@ -62,7 +65,7 @@ CASES: list[Case] = []
 
 
 class Group:
-    """Cases that stand together; `defaults` are fields that they share."""
+    """A named group of cases; `defaults` are fields that they share."""
 
     def __init__(self, name: str, **defaults: Any) -> None:
         self._defaults = {"group": name, **defaults}
@@ -88,7 +91,7 @@ class Group:
     def function(
         self, make: Callable[[Callable], tuple], *how: Any, prefix: str = "", **fields: Any
     ) -> Callable[[Callable], Callable]:
-        """Register a function as the program that `make` makes of it; the rest is as in `program`."""
+        """Register a function; `make` turns it into (callable, inputs). The other arguments are those of `program`."""
 
         def register(function: Callable) -> Callable:
             def build() -> tuple:
@@ -101,7 +104,7 @@ class Group:
         return register
 
     def formulas(self, **named: Callable[[], Any]) -> Callable[..., Callable]:
-        """A decorator of functions of tensors alone: their parameters are what `named` makes, or `inputs`."""
+        """Return a decorator for functions of tensors, whose arguments `named` or `inputs` make by parameter name."""
 
         def formula(*how: Any, inputs: Mapping[str, Callable[[], Any]] = {}, **fields: Any):
             def make(function: Callable) -> tuple:
@@ -114,14 +117,14 @@ class Group:
 
 
 def each(register: Callable[[Callable], Any], **programs: Callable) -> None:
-    """Register programs of one expression, each under its name, as the decorator `register` does."""
+    """Register several programs, each under its keyword, with the decorator `register`."""
     for name, program in programs.items():
         program.__name__ = name
         register(program)
 
 
 def of(register: Callable[[Callable], Any], wrap: Callable[[Callable], Callable]):
-    """A decorator that registers, under a function's name, what `wrap` makes of it."""
+    """Return a decorator that registers `wrap(function)` under the function's name."""
 
     def decorate(function: Callable) -> Callable:
         made = wrap(function)

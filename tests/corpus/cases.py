@@ -1,4 +1,4 @@
-"""All cases of the corpus, a group a family."""
+"""All cases of the corpus; each family is one group."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ for family in (splade_head, relu_ffn, entmax, sparse_scores):
 
 
 def named(group: str) -> dict[str, Case]:
-    """The cases of a group by their names."""
+    """Return the cases of a group by their names."""
     return {case.name: case for case in CASES if case.group == group}

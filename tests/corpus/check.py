@@ -1,6 +1,6 @@
-"""A case of the corpus, tested as users would: what is rewritten, what is said of it, that it computes the same.
+"""The test of one case of the corpus: its rewrites, its report, and its results against the unrewritten program.
 
-All of it is read from one capture of the program.
+One capture of the program provides all of this.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["check", "products"]
 
 
 def check(case: Case, how: str = "eager") -> Explanation:
-    """The case is recognised as it expects with the patterns that are on, and its numbers are as good as eager's.
+    """Check that the enabled patterns treat the case as it expects, and that its results are as accurate as eager's.
 
-    how: the rewritten graph is run "eager", or as "aten" by AOTAutograd, or compiled by "inductor".
+    how: "eager" runs the rewritten graph as it is, "aten" runs it through AOTAutograd, "inductor" compiles it.
     """
     for package in case.requires:
         pytest.importorskip(package)
@@ -58,7 +58,10 @@ def check(case: Case, how: str = "eager") -> Explanation:
 
 
 def _check_reason(case: Case, explanation: Explanation) -> None:
-    """The report names the true cause, at the line that is in the way; nothing where the family is not resembled."""
+    """Check that the report names the cause at the line that prevents the rewrite.
+
+    Without `at`, the program does not resemble the family, and the report must have no near miss.
+    """
     found = explanation.report.near_misses
     if case.at is None:
         assert not found
@@ -72,7 +75,7 @@ def _check_reason(case: Case, explanation: Explanation) -> None:
 
 
 def products(explanation: Explanation, numel: int) -> list[str]:
-    """Matrix products in the rewritten graphs with at least so many results that somebody reads."""
+    """Return the matrix products in the rewritten graphs that have at least `numel` elements and are read."""
     return [
         str(node)
         for graph in explanation.graphs
@@ -87,7 +90,7 @@ LIKE = frozenset("expand_as view_as type_as to".split())
 
 
 def _read(nodes: Sequence[GraphNode]) -> Iterator[GraphNode]:
-    """The nodes whose elements the result depends on, not their shapes alone."""
+    """Yield the nodes whose elements, and not their shapes alone, affect the result."""
     needed: set[str] = set()
     for node in reversed(nodes):
         writes = node.title == "setitem" or (node.title[-1:] == "_" and node.title[-2:] != "__")

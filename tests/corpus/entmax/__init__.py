@@ -1,6 +1,5 @@
-"""Spellings of entmax attention and of the row transformation that the recogniser's author wrote
-down before the recogniser, and near misses.
+"""Spellings of entmax attention and of entmax over rows, written before their recogniser, and near misses.
 
-`rewrite` means that a user of this library would be disappointed without the rewrite, and that it
-is exact. `no_rewrite` is another function, or somebody else reads what would no longer exist.
+`rewrite` means that a user would expect the rewrite and that it is exact. `no_rewrite` means that the program computes
+another function, or that it uses an intermediate result that a rewrite would remove.
 """

@@ -1,4 +1,4 @@
-"""How a spelling is registered, and the small tensors that all of them use."""
+"""Decorators that register a spelling of entmax, and the small tensors that all of them use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attention(
     inputs: Callable[[], tuple] | None = None,
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
-    """Register `attend(q, k, v, mask)`; `inputs` makes other arguments than `qkv() + (keep(),)`."""
+    """Register `attend(q, k, v, mask)`; `inputs` replaces the default arguments `qkv() + (keep(),)`."""
 
     return function(
         lambda attend: (attend, (inputs() if inputs else (*qkv(), keep()))),
@@ -39,7 +39,7 @@ def attention(
 
 
 def scored(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
-    """Register attention by `change(scores, mask)` alone, which returns scores or writes to them."""
+    """Register attention given `change(scores, mask)` alone, which returns new scores or writes to its argument."""
 
     def wrap(change: Callable) -> Callable:
         def attend(q, k, v, mask):
@@ -57,7 +57,7 @@ def rows(
     shape: tuple[int, ...] = (3, 5, 11),
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
-    """Register `transform(x)`: probabilities alone, for the pattern `entmax`."""
+    """Register `transform(x)`, which returns probabilities, for the pattern `entmax`."""
     return attention(
         *how,
         inputs=lambda: (normal(shape, seed=3, scale=2.0),),
@@ -76,7 +76,7 @@ def normal(
 def qkv(
     heads: int = H, kv_heads: int | None = None, keys: int = L, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D]; scores with a spread that leaves zeros."""
+    """Return [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D]; the scores vary enough that entmax gives zeros."""
     kv_heads = kv_heads or heads
     return (
         normal((B, heads, L, D), 1, 1.5, dtype),
@@ -91,5 +91,5 @@ def hidden() -> Tensor:
 
 
 def keep(keys: int = L) -> Tensor:
-    """[B, Lk], True at tokens; every row keeps some."""
+    """Return a mask [B, Lk] that is True at tokens; every row keeps some."""
     return torch.arange(keys)[None, :] < torch.tensor([keys, keys - 3])[:, None]

@@ -1,4 +1,4 @@
-"""How a spelling is registered, and the small tensors that all of them use."""
+"""Decorators that register a feed-forward block, and the small tensors that all of them use."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def block(
 
 
 def gate(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
-    """Register a gated block by `act(g)`, its gate's activation, alone."""
+    """Register a gated block given `act(g)`, its gate's activation, alone."""
     return of(block(*how, **fields), lambda act: lambda x, m: m.down(act(m.gate(x)) * m.up(x)))
 
 
 class Block(nn.Module):
-    """Gate and up projections [N, K], the down projection [K, N], and a forward given from outside."""
+    """A module with gate and up projections [N, K] and a down projection [K, N]; its forward is an argument."""
 
     def __init__(self, forward: Callable, bias: bool = False, dtype: torch.dtype = torch.float32):
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a spelling of sparse scoring is registered, and the small collection that all of them score."""
+"""Decorators that register a spelling of sparse scoring, and the small collection that all of them score."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ program, function = GROUP.program, GROUP.function
 
 
 class Collection(nn.Module):
-    """One collection in every layout people keep it in, and `score(self, *inputs)`.
+    """A module that has one collection in every usual layout; its forward calls `score(self, *inputs)`.
 
-    ids, values, mask [N, L]: padded documents, of 0 to L terms. rows, cols, vals [nnz], offsets
-    [N + 1], lengths [N]: the same as coordinates and as rows. docs, post [V, P]: padded postings.
+    - ids, values, mask [N, L]: padded documents of 0 to L terms.
+    - rows, cols, vals [nnz]: the same as coordinates; offsets [N + 1], lengths [N]: its rows.
+    - docs, post [V, P]: padded posting lists.
     """
 
     def __init__(self, score: Callable[..., Any], index: torch.dtype, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""How a spelling is registered, and the small tensors that all of them use."""
+"""Decorators that register a SPLADE head, and the small tensors that all of them use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def head(
     lengths: tuple[int, ...] = (7, 4, 2),
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
-    """Register `pool(logits, mask)` behind a vocabulary linear."""
+    """Register `pool(logits, mask)` after a linear layer to the vocabulary."""
 
     return function(
         lambda pool: (Head(pool, bias, dtype), (hidden(dtype), mask(mask_dtype, lengths))),
@@ -36,7 +36,7 @@ def head(
 
 
 def pooled(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
-    """Register a head by `reduce(weights)` alone, which are activated and masked."""
+    """Register a head given `reduce(weights)` alone; the weights are activated and masked."""
     return of(
         head(*how, **fields),
         lambda reduce: lambda logits, mask: reduce(tokens(logits) * mask.unsqueeze(-1)),
@@ -44,7 +44,7 @@ def pooled(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
 
 
 def masked(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
-    """Register a head by `change(weights, mask)` alone, which masks activations."""
+    """Register a head given `change(weights, mask)` alone, which masks the activations."""
     return of(
         head(*how, **fields),
         lambda change: lambda logits, mask: change(tokens(logits), mask).max(dim=1).values,
@@ -52,7 +52,7 @@ def masked(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
 
 
 def activated(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
-    """Register a head by `activate(logits)` alone."""
+    """Register a head given `activate(logits)` alone."""
     return of(
         head(*how, **fields),
         lambda activate: lambda logits, mask: (activate(logits) * mask.unsqueeze(-1)).amax(dim=1),
@@ -60,7 +60,7 @@ def activated(*how: Any, **fields: Any) -> Callable[[Callable], Callable]:
 
 
 class Vocabulary(nn.Module):
-    """What most encoders below start from: a decoder to the vocabulary."""
+    """The base class of most encoders below: a linear layer to the vocabulary."""
 
     def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -78,7 +78,7 @@ class Head(Vocabulary):
 
 
 def tokens(logits: Tensor) -> Tensor:
-    """log(1 + relu(x)), for the spellings that are about something else."""
+    """Return log(1 + relu(x)), the activation of spellings that vary another part."""
     return torch.log1p(torch.relu(logits))
 
 
@@ -101,7 +101,7 @@ def mask(dtype: torch.dtype = torch.int64, lengths: tuple[int, ...] = (7, 4, 2))
 
 
 def ids() -> Tensor:
-    """Token ids with id 0 as padding where `mask` is 0 and id 1 in front."""
+    """Return token ids: 1 at the first position, 0 (padding) where `mask` is 0."""
     generator = torch.Generator().manual_seed(14)
     words = torch.randint(5, V, (B, S), generator=generator)
     words[:, 0] = 1
@@ -109,7 +109,7 @@ def ids() -> Tensor:
 
 
 formula = GROUP.formulas(h=hidden, mask=mask, w=weight, b=bias)
-"""Register a function of some of h, mask, w and b, or of what `inputs` names."""
+"""Register a function whose parameters are some of h, mask, w, b and the names in `inputs`."""
 
 
 def encoder(
@@ -120,7 +120,10 @@ def encoder(
     dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
-    """Register `forward(self, *inputs)` of a model with a vocabulary linear, `self.decoder`, and what `parts` make."""
+    """Register `forward(self, *inputs)` of a model with a linear layer to the vocabulary, `self.decoder`.
+
+    `parts` makes further attributes of the model.
+    """
 
     def make(forward: Callable) -> tuple:
         model = type("Model", (Vocabulary,), {"forward": forward})(bias, dtype)
