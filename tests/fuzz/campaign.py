@@ -1,4 +1,4 @@
-"""Many programs in parallel processes; what they did goes to a log."""
+"""Campaigns: many programs are checked in parallel processes, and their results are logged."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from .shrink import shrunk
 
 __all__ = ["Drawing", "Tally", "campaign", "examine"]
 
-SHARES = {"aot": 0.1, "codegen": 0.005}  # of the programs that are compiled that far
-SHRINKING = 0.2  # of a process's time at most
-# Programs to a process, unless one of them fails: Dynamo keeps a little of every program, and one that fails may leave
-# anything behind.
+SHARES = {
+    "aot": 0.1,
+    "codegen": 0.005,
+}  # shares of the programs that are compiled up to these stages
+SHRINKING = 0.2  # the largest share of the processes' time that is spent on shrinking
+# Programs per process. A process ends earlier if a program fails. Dynamo keeps some memory for every program, and a
+# program that fails may leave the process in any state.
 A_PROCESS = 100
 
 
@@ -43,7 +46,7 @@ class Failure:
 
 @dataclasses.dataclass
 class Tally:
-    """What a campaign has done so far."""
+    """The counters of a campaign."""
 
     programs: int = 0
     invalid: int = 0
@@ -55,7 +58,7 @@ class Tally:
     hazards: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: list[Failure] = dataclasses.field(default_factory=list)
     cpu: float = 0.0
-    """Seconds of processors, starting them and shrinking left out."""
+    """CPU seconds of the processes, without their start and without shrinking."""
 
     def add(self, other: Tally) -> None:
         for field in dataclasses.fields(self):
@@ -86,7 +89,7 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Inductor tries out what it is not told of in processes that import torch.
+    # Otherwise Inductor starts processes that import torch to test for vector extensions.
     inductor.compile_threads = 1
     inductor.cpp.vec_isa_ok = True
     logging.disable(logging.ERROR)
@@ -95,7 +98,7 @@ def _prepare() -> None:
 
 
 def examine(program: Program, shrink: float = 0.0) -> tuple[Outcome, Failure | None]:
-    """Check one program; make a failing one small for so many seconds."""
+    """Check one program, and shrink it for up to `shrink` seconds if it fails."""
     try:
         outcome = check(program)
     except Exception:
@@ -120,20 +123,20 @@ def _failure(program: Program, findings: list[str], small: Program) -> Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """What the programs of a campaign are made of, and the shares of them that are compiled further."""
+    """The families of a campaign's programs, and the shares of programs that are compiled further."""
 
     families: Sequence[str] = tuple(FAMILIES)
     shares: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(SHARES))
 
     def program(self, seed: int) -> Program:
-        """The program of a seed, compiled to the last stage whose turn it is."""
+        """Return the program of a seed, with the last stage whose share selects this seed."""
         turn = [s for s, share in self.shares.items() if share and seed % round(1 / share) == 0]
         program = generate(seed, self.families)
         return dataclasses.replace(program, stage=turn[-1]) if turn else program
 
 
 def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:
-    """Check the programs of these seeds up to the first that fails or leaves the process in a bad state."""
+    """Check the programs of these seeds, and stop after one that fails or leaves the process in a bad state."""
     _prepare()
     tally, started = Tally(), time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
@@ -157,21 +160,27 @@ def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:
 
 
 def _as_it_was() -> bool:
-    """Whether a program finds the process as the first did: a compile that fails within inference_mode or a fake
-    mode leaves it on, and so does Dynamo's graph with autocast when a function in it raises."""
+    """Whether the process's modes are in their initial state.
+
+    A compilation that fails within inference_mode or a fake mode leaves the mode on. Dynamo's graph leaves autocast on
+    if a function in it raises.
+    """
     import torch
 
     try:
         tensor = torch.randn(1)
         ordinary = type(tensor) is torch.Tensor and not tensor.is_inference()
         ordinary = ordinary and torch.is_grad_enabled()
-    except RuntimeError:  # of a dispatch key that is left behind
+    except RuntimeError:  # raised where a dispatch key has remained on
         return False
     return ordinary and not torch.is_autocast_enabled("cpu")
 
 
 def _again(failure: Failure, shrink: float, drawing: Drawing) -> Failure:
-    """The failure in a process of its own, made small; one that is not seen there depends on what was run before."""
+    """Reproduce a failure in a new process and shrink it.
+
+    If it does not occur there, it depends on the programs that ran before, and its findings say so.
+    """
     _prepare()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         found = examine(drawing.program(failure.seed), shrink)[1]
@@ -207,8 +216,10 @@ def campaign(
     shrink: float = 60.0,
     seconds: float = float("inf"),
 ) -> Tally:
-    """Check the programs of seeds `first` on; after `seconds` nothing new is begun, and the log says with which seed
-    to go on."""
+    """Check `programs` programs, from seed `first` on.
+
+    After `seconds` no new task begins, and the log gives the seed to continue with.
+    """
     drawing = drawing or Drawing()
     tally, started, shrinking = Tally(), time.monotonic(), 0.0
 
@@ -268,7 +279,7 @@ def campaign(
                 tally.add(result)
                 if rest := task[result.programs :]:
                     todo.appendleft(rest)
-            elif len(task) > 1:  # the process died: of which program?
+            elif len(task) > 1:  # the process died: run its programs one by one to find the cause
                 todo.extendleft(range(seed, seed + 1) for seed in task)
             else:
                 died = [f"process: ended with {process.exitcode}"]

@@ -1,9 +1,9 @@
-"""Runs a program eagerly and rewritten, and says what differs; where something does, plain torch.compile decides whose
-it is.
+"""Runs a program eagerly and rewritten, and returns the differences. A difference that plain torch.compile shows as
+well is not ours.
 
-Rounding may differ, and what amplifies it with it. Values that are not equal to `CLOSE` are therefore held against the
-program's own sensitivity: how far its results move when every operation's result is off by a rounding of its dtype,
-and how far they are from the program in fp64 (whose narrowing casts round).
+Rounding may differ, and a program may amplify it. Values that are not within `CLOSE` are therefore compared with the
+program's own sensitivity: the change of its results when each operation's result is off by up to a rounding of its
+dtype, and their distance from the results in fp64 (where narrowing casts still round).
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from .program import Program
 __all__ = ["Finding", "Outcome", "check"]
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-DRAWS = 6  # programs with other roundings
+DRAWS = 6  # runs with random roundings that measure the sensitivity
 # The entmax package's closed forms raise this for a row with a NaN; the operator's row is NaN.
 DOCUMENTED = "index -1 is out of bounds"
-# Eager's refusal of a dtype that NumPy lacks, where Dynamo computes a NumPy call by torch's operators.
+# Eager raises this for dtypes that NumPy lacks; Dynamo computes NumPy calls with torch's operators.
 NUMPY = "Got unsupported ScalarType"
-# Autograd's refusal of a tensor that was written to after it was saved. An operator may have saved something else: then
-# the gradient is that of values before the writing. It may have saved more arguments; a later graph's write is refused.
+# Autograd raises this if a saved tensor was written to. An operator may have saved other tensors than the original
+# program: then its gradient is that of the values before the write. It may also have saved more arguments: then the
+# write of a later graph raises this.
 WRITTEN = "modified by an inplace operation"
-# How a program writes to what autograd saved without autograd's knowledge. Eager's gradient reads what was written, an
-# operator's may read what was there before (docs/promises.md).
+# Marks writes to saved tensors that autograd does not see. Eager's gradient uses the written values, an operator's may
+# use the earlier ones (docs/promises.md).
 UNSEEN = ".numpy()"
 POLICY: Any = os.environ.get("SPARSE_INDUCTOR_POLICY", "always")
-SPREAD = 4  # how much further off than any of them a right result may be
+SPREAD = 4  # a right result may be further off than the worst of these runs by this factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What differs; `kind` is a word for it: value, gradient, requires_grad, alias, exception ..."""
+    """A difference; `kind` is its kind: value, gradient, requires_grad, alias, exception ..."""
 
     kind: str
     where: str
@@ -60,18 +61,21 @@ class Finding:
 
 @dataclasses.dataclass
 class Outcome:
-    """findings: what is wrong. rewritten: patterns. invalid: eager refuses the program, and so do the others."""
+    """The result of checking a program.
+
+    findings: what is wrong. rewritten: the patterns that rewrote it. invalid: every eager call raises.
+    """
 
     findings: list[Finding]
     rewritten: frozenset[str] = frozenset()
     invalid: bool = False
     theirs: list[Finding] = dataclasses.field(default_factory=list)
-    """What plain torch.compile does, too."""
+    """Differences between plain torch.compile and eager."""
 
 
 @dataclasses.dataclass
 class Result:
-    """One call: what it returned, wrote and raised."""
+    """The effects of one call: what it returned, wrote and raised."""
 
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     needs_grad: list[bool] = dataclasses.field(default_factory=list)
@@ -79,19 +83,19 @@ class Result:
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     aliases: frozenset[tuple[str, str]] = frozenset()
     refused: list[str] = dataclasses.field(default_factory=list)
-    """For each output, what is raised when the caller writes to it."""
+    """For each output, the error message when the caller writes to it, or ""."""
     error: BaseException | None = None
     where: str = ""
     random: Tensor | None = None
     wrote: bool = False
     """Whether it wrote to an argument."""
     broken: bool = False
-    """Whether Dynamo made one graph of the program and ended it early, or several."""
+    """Whether Dynamo had a graph break in this call or an earlier one, or compiled several graphs."""
 
 
 def check(program: Program, verify: bool = False) -> Outcome:
     """Compare the program's calls, rewritten, with the eager ones."""
-    torch._dynamo.reset()  # eager's `cond` compiles, and does not twice
+    torch._dynamo.reset()  # eager's `cond` compiles its branches, which must not happen twice
     fn = program.function()
     eager = [run(program, fn, call) for call in range(len(program.sizes))]
     report = sparse_inductor.report()
@@ -118,19 +122,21 @@ def check(program: Program, verify: bool = False) -> Outcome:
             before = run(program, fn, call, mode=_copies_of_what_is_saved())
             saved |= {(f.kind, f.where) for f in differences(program, call, ours, before, before)}
         findings = [f for f in findings if (f.kind, f.where) in saved]
-    if findings and program.stage == "graph":  # do they show where it is compiled?
+    if findings and program.stage == "graph":  # count only findings that a later stage shows, too
         return check(dataclasses.replace(program, stage="aot"), verify)
     if findings:
         plain = compiled(program, fn, enabled=False)
         if any(p.error is not None and ours.error is None for p, ours in zip(plain, got)):
-            # One that raises and ours does not decides nothing: what Dynamo alone makes of both, does.
+            # A call that raises in plain torch.compile and not in ours decides nothing. For such calls, compare what
+            # Dynamo alone makes of the two programs.
             alone = dataclasses.replace(program, stage="graph")
             raises = [p.error is not None for p in plain]
             for results, enabled in ((plain, False), (got, True)):
                 again = compiled(alone, fn, enabled)
                 results[:] = [a if r else b for a, b, r in zip(again, results, raises)]
         if raised := [p for p in plain if p.error is not None]:
-            # Dynamo runs a program that no backend compiles eagerly from then on, or tries again.
+            # If the backend fails to compile a program, Dynamo runs later calls eagerly, or tries again. So an error of
+            # ours counts as plain torch.compile's if any of its calls raises the same type.
             refused = {type(p.error): p for p in raised}
             plain = [refused.get(type(ours.error), p) for p, ours in zip(plain, got)]
         shared = set()
@@ -140,7 +146,7 @@ def check(program: Program, verify: bool = False) -> Outcome:
             shared |= {(f.kind, f.where) for f in differences(program, call, ours, other, right)}
         findings = [f for f in findings if (f.kind, f.where) in shared]
     if program.stage == "aot" and {f.kind for f in findings} == {"write"}:
-        # Op by op ATen returns views that generated code does not have.
+        # This stage runs the graph op by op in ATen, which returns views where generated code returns new tensors.
         return check(dataclasses.replace(program, stage="codegen"), verify)
     findings += [Finding("raised", "pattern", failure) for failure in rewrite.failures]
     checks = [c for c in report.checks if c.verdict == "differs"]
@@ -151,7 +157,7 @@ def check(program: Program, verify: bool = False) -> Outcome:
 def compiled(
     program: Program, fn: Callable[..., Any], enabled: bool, verify: bool = False
 ) -> list[Result]:
-    """The calls of one compiled function."""
+    """Compile the program once, run all of its calls, and return their results."""
     torch._dynamo.reset()
     on: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if enabled:
@@ -172,7 +178,7 @@ def compiled(
 
 
 def _parts() -> int:
-    """How many graphs Dynamo has made, and how often it has ended one."""
+    """Return the number of graphs that Dynamo has made plus the number of graph breaks."""
     counters = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"]) + sum(counters["graph_break"].values())
 
@@ -189,7 +195,7 @@ COMPILING: dict[str, Callable[..., Any]] = {
 
 
 class _Model(nn.Module):
-    """A program whose weights are parameters; it is called with all of the program's arguments."""
+    """A module whose parameters are the program's weights; it is called with all of the program's arguments."""
 
     def __init__(self, program: Program, fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -199,13 +205,13 @@ class _Model(nn.Module):
         self.compiled: Callable[..., Any] = self.forward
 
     def adopted(self, arguments: list[Tensor]) -> list[Tensor]:
-        """The arguments with the parameters among them, which have their values and their memory."""
+        """Return the arguments with the weights replaced by parameters that share their memory."""
         arguments = list(arguments)
         for i, at in enumerate(self.at):
             given, parameter = arguments[at].detach(), self.parameters_[i]
             if given.shape == parameter.shape:
                 parameter.data = given
-            else:  # what autograd still holds of an earlier call accumulates gradients of the old shape
+            else:  # autograd may still hold an accumulator of the old parameter, for gradients of the old shape
                 self.parameters_[i] = parameter = nn.Parameter(given)
             arguments[at] = parameter.requires_grad_(arguments[at].requires_grad)
         return arguments
@@ -223,7 +229,7 @@ class _Model(nn.Module):
 def run(
     program: Program, fn: Callable[..., Any], call: int, mode: Any = None, wide: bool = False
 ) -> Result:
-    """One call with its gradients."""
+    """Run one call and its backward. wide: inputs are converted to fp64."""
     result = Result()
     arguments = program.arguments(call)
     if wide:
@@ -242,7 +248,7 @@ def run(
             result.where = "forward"
             versions = [a._version for a in arguments]
             with autocast, torch.set_grad_enabled(program.training):
-                # A program may write to what it is given, which a leaf that requires a gradient does not allow.
+                # A program may write to its arguments. If one is a leaf that requires a gradient, that raises.
                 returned = fn(*arguments)
             outputs = tensors_in(returned)
             result.wrote = versions != [a._version for a in arguments]
@@ -260,7 +266,8 @@ def run(
                 result.grads = gradients(outputs, leaves, cotangents(outputs))
                 result.refused = [_refused(o) for o in outputs]
     except Exception as error:
-        # In its frames a checkpoint of torch 2.11 goes on: its hooks would see what is saved from now on.
+        # The traceback's frames would keep a checkpoint of torch 2.11 active, and its hooks would see all tensors that
+        # are saved from now on.
         result.error = error.with_traceback(None)
     return result
 
@@ -308,7 +315,7 @@ def _aliases(
 def differences(
     program: Program, call: int, got: Result, other: Result, eager: Result
 ) -> list[Finding]:
-    """What the program that gave `got` does otherwise than the one that gave `other`."""
+    """Return the findings that distinguish the result `got` from `other`."""
 
     def finding(kind: str, name: str, what: str) -> Finding:
         return Finding(kind, f"call {call}, {name}", what)
@@ -316,7 +323,7 @@ def differences(
     if got.error is not None or other.error is not None:
         if other.error is not None and DOCUMENTED in str(other.error):
             return []
-        # Eager's `cond` is compiled, and there the entmax package is not made visible.
+        # Eager's `cond` is compiled, and there Dynamo cannot trace the entmax package.
         if isinstance(other.error, torch._dynamo.exc.Unsupported) and got.error is None:
             return []
         if NUMPY in str(other.error) and got.error is None:
@@ -350,7 +357,9 @@ def differences(
     pairs += [("gradient", n, a, b) for n, a, b in zip(leaves, got.grads, other.grads)]
     pairs += [("input", i.name, a, b) for i, a, b in zip(program.inputs, got.inputs, other.inputs)]
     off = [at for at, (_, _, a, b) in enumerate(pairs) if not _close(a, b)]
-    if program.exact:  # roundings break ties, whose gradients these programs are about
+    if (
+        program.exact
+    ):  # these programs test the gradients of ties, which random roundings would break
         off = [at for at in off if not _within(*pairs[at][2:], pairs[at][3], [pairs[at][3]])]
     elif off and eager.error is None:
         others = [_flat(r) for r in _others(program, call)]
@@ -377,7 +386,7 @@ def _strides(t: Tensor) -> list[int]:
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:  # a gradient that is nowhere used is as good as zeros
+    if a is None or b is None:  # no gradient and a gradient of zeros are equivalent
         present = a if a is not None else b
         return present is None or not present.any()
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -395,7 +404,7 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
 def _within(
     a: Tensor | None, b: Tensor | None, eager: Tensor | None, others: list[Tensor | None]
 ) -> bool:
-    """Whether `a` is no further from `b` than the others are from eager's, typically and at most."""
+    """Whether `a` is no further from `b` than the others are from eager's, in the root mean square and at most."""
     if a is None or b is None or eager is None or not a.shape == b.shape == eager.shape:
         return False
     near = [o.to(a.dtype).double() for o in others if o is not None and o.shape == a.shape]
@@ -412,7 +421,7 @@ def _within(
 
 
 def _finite_alike(x: Tensor, y: Tensor) -> Tensor:
-    """Where both are NaN, infinite, or neither."""
+    """Return where both are NaN, both are infinite, or neither is."""
     return (x.isnan() == y.isnan()) & (x.isinf() == y.isinf())
 
 
@@ -453,7 +462,7 @@ def _others(program: Program, call: int) -> list[Result]:
 
 
 _aten = torch.ops.aten
-# What moves or chooses values and rounds none.
+# Operators that move or select values and round none.
 _EXACT = {
     getattr(_aten, name)
     for name in (
@@ -470,7 +479,7 @@ _EXACT = {
 
 
 class _Jitter(TorchDispatchMode):
-    """Every rounded result is off by up to a rounding of its dtype."""
+    """A dispatch mode that perturbs every rounded result by up to a rounding of its dtype."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -491,7 +500,7 @@ _NARROW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class _Wide(TorchDispatchMode):
-    """fp64 throughout; a cast to a narrower dtype rounds, and goes on in fp64."""
+    """A dispatch mode that computes in fp64; a cast to a narrower dtype rounds, and its result is fp64 again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

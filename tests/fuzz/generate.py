@@ -1,5 +1,5 @@
-"""Draws a program from a seed: blocks of the families, spelled in many ways, among ordinary layers, and hazards put
-among their steps."""
+"""Draws a program from a seed: blocks of the families in many spellings, among ordinary layers, with hazards inserted
+between their steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from .program import STAGES, Input, Program, Step
 
 __all__ = ["FAMILIES", "generate"]
 
-D, H, T = 8, 16, 5  # features, neurons, terms a document
-NO_FLOATS = ("keep", "ids", "best", "offsets")  # how the names of what is no float begin
+D, H, T = 8, 16, 5  # features, neurons, terms per document
+NO_FLOATS = (
+    "keep",
+    "ids",
+    "best",
+    "offsets",
+)  # prefixes of the names of tensors that are not floating-point
 
 
 class Maker:
-    """A program in the making."""
+    """A builder that draws the inputs and steps of one program."""
 
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
@@ -42,7 +47,7 @@ class Maker:
         return f"{stem}{self.count}"
 
     def do(self, stem: str, text: str, instead: str | None = None) -> str:
-        """A step that makes a value."""
+        """Append a step that assigns `text` to a new name, and return the name."""
         name = self.name(stem)
         self.steps.append(Step(f"{name} = {text}", instead))
         return name
@@ -112,7 +117,7 @@ class Maker:
 
 
 def splade_head(m: Maker, x: str) -> str:
-    """Maximum over the positions of functions of logits."""
+    """Append a SPLADE head: the maximum over the positions of functions of logits."""
     z = m.linear(x, "V")
     mask = m.mask() if m.r.random() < 0.75 else None
     where = m.r.choice(["after", "after", "before", "last"])
@@ -165,7 +170,7 @@ def splade_head(m: Maker, x: str) -> str:
 
 
 def relu_ffn(m: Maker, x: str) -> str:
-    """A feed-forward block with sparse activations."""
+    """Append a feed-forward block with sparse activations."""
     u = m.linear(x, "H")
     a = (
         m.rectified(u)
@@ -204,7 +209,7 @@ def probabilities(m: Maker, z: str, dims: Sequence[str] = ("-1",), shape: tuple 
 
 
 def entmax(m: Maker, x: str) -> str:
-    """Sparse probabilities of rows."""
+    """Append sparse probabilities of rows."""
     if m.r.random() < 0.5:
         z = m.linear(x, "N")
     else:
@@ -212,7 +217,7 @@ def entmax(m: Maker, x: str) -> str:
             "z", ("B", "L", "N"), m.values, dtype=m.floats, grad=m.training and m.r.random() < 0.7
         )
     if m.r.random() < 0.4:
-        # Of a row that is -inf throughout the operator makes zeros, as is documented.
+        # Each row keeps an element: for a row of -inf alone the operator returns zeros, as documented.
         keep = m.given("keep", ("B", "L", "N"), "mask:one", dtype=torch.bool)
         fill = m.choose("-1e4", "-1e9", "-3e4", "float('-inf')")
         z = m.do("z", f"{z}.masked_fill(~{keep}, {fill})", z)
@@ -222,7 +227,7 @@ def entmax(m: Maker, x: str) -> str:
 
 
 def entmax_attention(m: Maker, x: str) -> str:
-    """Attention by sparse probabilities."""
+    """Append attention with sparse probabilities."""
     source = m.features() if m.r.random() < 0.2 else x
     heads = m.r.random() < 0.3
 
@@ -260,7 +265,7 @@ def entmax_attention(m: Maker, x: str) -> str:
 
 
 def sparse_scores(m: Maker, x: str) -> str:
-    """Documents' scores; the queries are an input of their own."""
+    """Append scores of documents; their queries are a new input."""
     q = m.given(
         "q",
         ("Q", "V"),
@@ -282,7 +287,7 @@ def sparse_scores(m: Maker, x: str) -> str:
                 f"({q}.index_select(1, {ids}.view(-1)).view(-1, *{ids}.shape) * {w}).sum(-1)"
             )
             texts.append(f"(F.embedding({ids}, {q}.t()) * {w}.unsqueeze(-1)).sum(1).t()")
-        if m.r.random() < 0.3:  # in two steps, between which others come
+        if m.r.random() < 0.3:  # in two steps, so that hazards can come between them
             g = m.do("g", f"{q}[:, {ids}]{f}")
             texts = [f"({g} * {w}).sum(-1)"]
         y = m.do("y", m.r.choice(texts))
@@ -318,7 +323,7 @@ def layer_norm(m: Maker, x: str) -> str:
 
 
 def ordinary_block(m: Maker, x: str) -> str:
-    """A feed-forward block that nothing is sparse in."""
+    """Append a feed-forward block without sparse activations."""
     a = m.do("a", m.choose("F.gelu({})", "F.silu({})", "torch.tanh({})").format(m.linear(x, "H")))
     return m.do("h", f"{x} + {m.linear(a, D, 'H')}", x)
 
@@ -479,7 +484,7 @@ def _is_float(name: str) -> bool:
 
 
 def _position(m: Maker) -> tuple[int, str]:
-    """Where something is put in, and a tensor that is there, preferably a recent one."""
+    """Draw a position among the steps and a tensor that exists there, preferably a recent one."""
     at = m.r.randint(0, len(m.steps))
     made = [n for s in m.steps[:at] for n in s.stores if _is_float(n)]
     given = [n for n in m.inputs if _is_float(n)]
@@ -488,10 +493,10 @@ def _position(m: Maker) -> tuple[int, str]:
 
 
 def disturb(m: Maker, kind: str) -> None:
-    """Put a hazard in."""
+    """Insert a hazard of this kind."""
     at, v = _position(m)
     if kind in ("write", "late write"):
-        if kind == "late write":  # between a read and a later one
+        if kind == "late write":  # possibly between two reads
             at = m.r.randint(at, len(m.steps))
         text = m.r.choice(WRITES).format(v=v)
         m.steps.insert(at, Step(text, hazard=kind))
@@ -525,7 +530,7 @@ def disturb(m: Maker, kind: str) -> None:
         _share(m)
     elif kind == "again":
         _again(m)
-    elif kind == "out of order":  # the program is handed a transposed view
+    elif kind == "out of order":  # an input becomes a transposed view
         name = m.r.choice([n for n in m.inputs if _is_float(n)])
         m.steps.insert(
             0,
@@ -542,7 +547,7 @@ def disturb(m: Maker, kind: str) -> None:
 
 
 def _share(m: Maker) -> None:
-    """Two weights of one shape become one."""
+    """Replace an input by another one of the same shape, dtype and values."""
     by_shape: dict[tuple, list[str]] = {}
     for i in m.inputs.values():
         by_shape.setdefault((i.shape, i.dtype, i.values), []).append(i.name)
@@ -554,8 +559,7 @@ def _share(m: Maker) -> None:
 
 
 def _again(m: Maker) -> None:
-    """A result is computed once more of a detached input; both are returned. AOTAutograd may merge what it computes
-    twice."""
+    """Compute a result a second time from a detached input, and return both. AOTAutograd may merge such duplicates."""
     y = m.r.choice(m.returns)
     needed, steps = {y}, []
     for s in reversed(m.steps):
@@ -574,7 +578,7 @@ def _again(m: Maker) -> None:
 
 
 def _change(m: Maker, kind: str, at: int, v: str) -> None:
-    """What reads `v` from here on, or only the next that does, reads a function of it."""
+    """Replace `v` by a function of it in all later reads, or in the next one only."""
     name = m.name(v.rstrip("0123456789"))
     text = m.r.choice(CHANGES[kind]).format(v=v)
     once = m.r.random() < 0.5
@@ -593,13 +597,16 @@ def generate(
     values: str | None = None,
     floats: torch.dtype | None = None,
 ) -> Program:
-    """The program of a seed; `families` are those that it may be made of, `hazards` what is put in (default: a few by
-    chance), `values` what kind of values its inputs have, and `floats` of which dtype."""
+    """Return the program of a seed.
+
+    families: the blocks that it may have. hazards: the kinds to insert, by default up to three at random. values: the
+    kind of its inputs' values. floats: their dtype.
+    """
     m = Maker(seed)
     m.values, m.floats = values or m.values, floats or m.floats
     m.weights = "integers" if values == "integers" else m.weights
     r = m.r
-    # A few are whole models, of several layers.
+    # A few programs are models of several layers.
     chosen = [r.choice(list(families)) for _ in range(r.choices([1, 2, 3, 6], [28, 48, 20, 4])[0])]
     ordinary = r.choices([0.0, 0.5], [4, 1])[0]
     x = m.features()
@@ -613,15 +620,15 @@ def generate(
     if hazards is None:
         number = r.choices([0, 1, 2, 3], [32, 44, 18, 6])[0]
         hazards = r.choices(list(HAZARDS), list(HAZARDS.values()), k=number)
-        hazards += ["again"] * (seed % 12 == 7)  # whatever else is drawn
+        hazards += ["again"] * (seed % 12 == 7)  # by the seed, so that no other draw changes
     for kind in hazards:
         disturb(m, kind)
     if any(s.part for s in m.steps):
-        # Dynamo (2.11 to 2.14) forgets `__torch_function__` of what a region is handed.
+        # Dynamo (2.11 to 2.14) ignores `__torch_function__` of the arguments of a region.
         m.steps = [s.renamed("Doubling", "Tagged") if "Doubling" in s.loads else s for s in m.steps]
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
-    # A bisection with its own alpha is exact in no precision, and autocast rounds what an entmax function gives.
+    # A bisection with a tensor alpha is exact in no precision, and autocast rounds the results of entmax functions.
     powers = any(i.values == "alpha" for i in m.inputs.values())
     autocast = any(s.within in CASTS for s in m.steps)
     whole = m.values == m.weights == "integers" and m.floats.itemsize >= 4
@@ -636,7 +643,7 @@ def generate(
         dynamic=r.choices([None, True, False], [78, 12, 10])[0],
         autocast=m.floats == torch.float32 and r.random() < 0.06,
         exact=exact,
-        stage=STAGES["again" in hazards],  # nobody else would merge what is computed twice
+        stage=STAGES["again" in hazards],  # AOTAutograd is what may merge duplicates
         module=r.random() < 0.3,
         families=tuple(dict.fromkeys(chosen)),
     )
@@ -657,7 +664,7 @@ SIZES = {
 def _sizes(r: random.Random) -> tuple[dict[str, int], ...]:
     def draw() -> dict[str, int]:
         sizes = {name: r.choice(choice) for name, choice in SIZES.items()}
-        if r.random() < 0.1:  # equal sizes, and sizes of 8 as the features are
+        if r.random() < 0.1:  # equal sizes, also equal to the number of features, 8
             sizes["B"] = sizes["L"] = sizes["V"] = r.choice([4, 5, 8])
         if r.random() < 0.04:
             sizes[r.choice(["B", "L", "Q"])] = 0
@@ -667,6 +674,6 @@ def _sizes(r: random.Random) -> tuple[dict[str, int], ...]:
     kind = r.choices(["once", "again", "other sizes"], [66, 15, 19])[0]
     if kind == "once":
         return (first,)
-    # Weights keep their sizes: V and H are the model's.
+    # V and H are sizes of weights, which stay the same in all calls.
     other = {**draw(), "V": first["V"], "H": first["H"]}
     return (first, first if kind == "again" else other)

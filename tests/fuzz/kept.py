@@ -1,4 +1,4 @@
-"""Programs that were once computed wrongly, as the fuzzer printed them."""
+"""The declaration of programs that were once computed wrongly, in the form in which the fuzzer prints them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["kept", "tensor"]
 def tensor(
     shape: tuple, values: str = "normal", dtype: torch.dtype = torch.float32, grad: bool = False
 ) -> Input:
-    """An input; the name is that of the argument."""
+    """Return an input; it gets the name of its argument from `kept`."""
     return Input("", shape, values, dtype, grad)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept(Program):
-    """A program whose function is there already."""
+    """A program that has its function, instead of steps that print it."""
 
     fn: Callable[..., Any] = lambda: None
 
@@ -41,8 +41,10 @@ class _Kept(Program):
 
 
 def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:
-    """Turn a function into a program: tensors are its inputs, the rest are fields of `Program`. It goes through
-    AOTAutograd at once, where findings count."""
+    """Turn a function into a program: tensors are its inputs, the rest are fields of `Program`.
+
+    Its default stage is "aot", because findings of the stage "graph" do not count by themselves.
+    """
 
     def decorate(fn: Callable[..., Any]) -> Program:
         given = {n: v for n, v in fields.items() if isinstance(v, Input)}

@@ -1,4 +1,4 @@
-"""A program is a list of steps; its source text is printed from them."""
+"""Programs: a program is a list of steps from which its source text is printed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from . import vocabulary
 __all__ = ["Input", "Program", "Step", "make_values"]
 
 STAGES = ("graph", "aot", "codegen")
-"""How far a program is compiled: Dynamo's rewritten graph is run as it is, with eager's autograd; AOTAutograd and
-Inductor's passes follow, and ATen runs the result; or Inductor's generated code does."""
+"""How far a program is compiled. "graph": Dynamo's rewritten graph is run as it is, with eager's autograd. "aot":
+AOTAutograd and Inductor's passes follow, and ATen runs the result. "codegen": Inductor's generated code runs."""
 
 _DOCUMENTED = {
     re.compile(r"\b(\w+) \* \(\1 > ([\d.]+)\)"): r"above_minus_infinity(\1) * (\1 > \2)",
@@ -50,9 +50,10 @@ class Input:
 class Step:
     """One assignment, or a statement run for what it writes.
 
-    instead: the name that takes the result's place in a smaller program without this step. within: a context
-    manager's expression around it. part: the region it belongs to, as "checkpoint 1"; the adjacent steps of one region
-    are printed as a function of their own and called by what the word names. hazard: what could go wrong here.
+    instead: the name that replaces the result in a smaller program without this step. within: the expression of a
+    context manager around it. part: the region that it belongs to, such as "checkpoint 1"; the adjacent steps of a
+    region are printed as one function, which the function of `vocabulary` with that name calls. hazard: the kind of
+    hazard that this step is.
     """
 
     text: str
@@ -81,9 +82,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """sizes: one mapping of names to numbers for each call of the compiled program. exact: all arithmetic is exact, so
+    """A random program, its inputs, and how it is compiled and called.
+
+    sizes: one mapping of names to numbers for each call of the compiled program. exact: all arithmetic is exact, so
     results have to be equal. stage: how far it is compiled, one of `STAGES`. module: its weights are parameters of a
-    module. families: the patterns whose blocks it holds.
+    module. families: the patterns whose blocks it has.
     """
 
     seed: int
@@ -104,8 +107,11 @@ class Program:
         return tuple(dict.fromkeys(s.hazard for s in self.steps if s.hazard))
 
     def documented(self) -> Program:
-        """The program as a rewrite is documented to compute it: x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), a
-        tensor alpha that is 1 makes softmax, and what is not finite has the gradient of sparsemax for an alpha of 2."""
+        """Return the program with the documented deviations of a rewrite.
+
+        x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), a tensor alpha of 1 gives softmax, and for an alpha of 2 values
+        that are not finite get the gradient of sparsemax.
+        """
         steps = self.steps
         for spelled, meant in _DOCUMENTED.items():
             texts = [spelled.sub(meant, s.text) for s in steps]
@@ -113,7 +119,7 @@ class Program:
         return self if steps == self.steps else dataclasses.replace(self, steps=steps)
 
     def source(self, name: str = "program") -> str:
-        """The function's text."""
+        """Return the source text of the function."""
         lines = [f"def {name}({', '.join(i.name for i in self.inputs)}):"]
         later = [
             {n for s in self.steps[at + 1 :] for n in s.loads} for at in range(len(self.steps))
@@ -145,7 +151,7 @@ class Program:
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
-        """A test's worth of text: the seed, what the program is called with, and the function."""
+        """Return the text of a test: the seed, the arguments of the program, and the function."""
         fields = [f"seed={self.seed}"]
         fields += [f"sizes={tuple(dict(s) for s in self.sizes)}"] if self.sizes != ({},) else []
         fields += [f"stage={self.stage!r}"] if self.stage != STAGES[0] else []
@@ -161,8 +167,10 @@ class Program:
         return "\n".join([*lines, ")", self.source(f"program_{self.seed}")])
 
     def function(self, branching: bool = True) -> Callable[..., Any]:
-        """The function, its text readable for Dynamo and tracebacks. branching: whether by `torch.cond`, which takes no
-        dispatch mode."""
+        """Compile the text and return the function. Its source is available to Dynamo and tracebacks.
+
+        branching: whether to branch by `torch.cond`, which does not work under a dispatch mode.
+        """
         text = self.source()
         if not branching:
             text = text.replace("torch.cond(", "either(").replace(" branch(", " directly(")
@@ -174,7 +182,7 @@ class Program:
 
     @property
     def weights(self) -> list[int]:
-        """Which arguments are parameters of a module."""
+        """The indices of the arguments that are parameters of the module."""
         named = [
             at
             for at, i in enumerate(self.inputs)
@@ -183,7 +191,7 @@ class Program:
         return named if self.module else []
 
     def arguments(self, call: int = 0) -> list[Tensor]:
-        """What its `call`-th call is given."""
+        """Make the arguments of the `call`-th call."""
         generator = torch.Generator().manual_seed(self.seed * 7 + call)
         return [make_values(i, self.sizes[call], generator) for i in self.inputs]
 
@@ -253,7 +261,7 @@ def _spoiled(value: float) -> Make:
 
 
 def _repeated(shape: Sequence[int], g: torch.Generator) -> Tensor:
-    """Rows of which several are equal."""
+    """Make rows of which the first and the last are equal."""
     x = torch.randn(shape, generator=g)
     if x.dim() > 1 and x.shape[-2] > 1:
         x[..., -1, :] = x[..., 0, :]
@@ -264,7 +272,7 @@ def _mask(shape: Sequence[int], g: torch.Generator, kind: str = "padding") -> Te
     m = torch.ones(shape)
     if kind in ("random", "one"):
         m = (torch.rand(shape, generator=g) < 0.7).float()
-        if kind == "one" and m.numel():  # one at least of each row and column
+        if kind == "one" and m.numel():  # keep at least one element of each row and column
             m[..., 0] = m[:, 0] = 1
         return m
     if kind == "weights":

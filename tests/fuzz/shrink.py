@@ -1,4 +1,4 @@
-"""Makes a failing program small: steps, hazards and settings are taken away as long as it fails in the same way."""
+"""Shrinks a failing program: removes steps, hazards and settings as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fails = Callable[[Program], bool]
 
 
 def shrunk(program: Program, fails: Fails, seconds: float = 120.0) -> Program:
-    """A small program that `fails`, too."""
+    """Return a smaller program that `fails`, too."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for smaller in _smaller(program):
@@ -33,7 +33,7 @@ def shrunk(program: Program, fails: Fails, seconds: float = 120.0) -> Program:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with less, those with much less first."""
+    """Yield smaller programs, those with the largest reductions first."""
     yield from _calls(program)
     for at in range(len(program.returns)) if len(program.returns) > 1 else ():
         yield _live(
@@ -94,7 +94,7 @@ def _with_step(program: Program, at: int, step: Step) -> Program:
 
 
 def _without(program: Program, at: int) -> Program | None:
-    """Without one step; what stands for its result is read instead."""
+    """Return the program without one step, whose `instead` replaces its result, or None if that is impossible."""
     step, steps, returns = program.steps[at], list(program.steps), list(program.returns)
     later = {n for s in steps[at + 1 :] for n in s.loads} | set(returns)
     needed = [n for n in step.stores if n in later and n not in step.loads]
@@ -109,7 +109,7 @@ def _without(program: Program, at: int) -> Program | None:
 
 
 def _live(program: Program) -> Program:
-    """Without steps whose results nobody reads, and without unread inputs."""
+    """Remove steps whose results are unused, except writes, and unused inputs."""
     steps = list(program.steps)
     read = set(program.returns)
     for at in reversed(range(len(steps))):

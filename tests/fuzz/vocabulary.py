@@ -1,4 +1,4 @@
-"""What the text of a program may call beside torch."""
+"""The functions that the text of a program may call beside torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def directly(fn, *args):
     return fn(*args)
 
 
-# --- What is documented of a rewrite ---------------------------------------------------------------
+# --- Documented deviations of rewrites -------------------------------------------------------------
 
 
 def above_minus_infinity(x):
@@ -54,7 +54,7 @@ def softmax_at_one(x, alpha, dim):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Clips, and hands the gradient on."""
+    """A clip with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx, x):
@@ -66,7 +66,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """The identity, and minus the gradient."""
+    """The identity with a negated gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -78,7 +78,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Writes to its argument."""
+    """A multiplication by 0.5 that writes to its argument."""
 
     @staticmethod
     def forward(ctx, x):
@@ -93,7 +93,7 @@ class Scaled(torch.autograd.Function):
 straight_through, reverse, scale_in_place = StraightThrough.apply, Reversed.apply, Scaled.apply
 
 
-# --- Operators of the program's own ---------------------------------------------------------------
+# --- Custom operators -----------------------------------------------------------------------------
 
 
 @torch.library.custom_op("fuzz::negate_", mutates_args={"x"})
@@ -114,11 +114,11 @@ keep.register_autograd(lambda ctx, grad: grad)
 
 
 class Tagged(torch.Tensor):
-    """A tensor with a name of its own and no behaviour."""
+    """A tensor subclass without behaviour."""
 
 
 class Doubling(torch.Tensor):
-    """Multiplies what a linear layer makes of it."""
+    """A tensor subclass that doubles the results of linear layers and matmul."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -1,8 +1,9 @@
-"""Mistakes that a rewrite could hold, each to be planted for a test: a file a family.
+"""Mistakes that a rewrite could have, which tests plant deliberately; one file per family.
 
-A bug is planted where such a mistake would be made: in what the pattern puts into the graph, or in the operator. Each
-names the program that shows it. A family's file has `PATTERN`, `PROGRAMS` and `BUGS`; it is found by lying here.
-`overlooked` has those of another kind, what a pattern does not look at, and `table` says who catches which.
+A bug is planted where a developer would make such a mistake: in the replacement that the pattern inserts into the
+graph, or in the operator. Each bug names a program that shows it. The file of a family has `PATTERN`, `PROGRAMS` and
+`BUGS`; all files in this folder are imported. `overlooked` has mistakes of another kind: properties of a program that a
+pattern fails to check. `table` shows which instrument catches which mistake.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ for _found in pkgutil.iter_modules(__path__):
 
 
 def program(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """A callable and its arguments, made anew from fixed seeds."""
+    """Build a callable and its arguments from fixed seeds."""
     return PROGRAMS[name].build()
 
 
 def bug_named(name: str) -> Bug:
-    """The one bug of that name."""
+    """Return the bug of that name."""
     (found,) = (bug for bug in BUGS if bug.name == name)
     return found

@@ -1,4 +1,4 @@
-"""A planted mistake, the program that shows it, and two ways to plant one."""
+"""Planted mistakes, the programs that show them, and two ways to plant one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`build()` returns a callable and its arguments; `pattern` rewrites it."""
+    """A program that `pattern` rewrites; `build()` returns a callable and its arguments."""
 
     pattern: str
     build: Callable[[], tuple[Any, tuple[Any, ...]]]
@@ -21,7 +21,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """A mistake; `backward` says that only gradients are wrong."""
+    """A mistake and the name of the program that shows it; with `backward` only gradients are wrong."""
 
     name: str
     plant: Plant
@@ -30,7 +30,7 @@ class Bug:
 
 
 def result(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
-    """A function whose result goes through `change`; one that returns several hands them over one by one."""
+    """Return a plant that passes the result of `owner.name` through `change`; a tuple becomes several arguments."""
 
     def plant() -> Any:
         original = getattr(owner, name)
@@ -45,7 +45,7 @@ def result(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
 
 
 def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:
-    """A function that calls `wrong(original, *arguments)`."""
+    """Return a plant that replaces `owner.name` by `wrong(original, *arguments)`."""
 
     def plant() -> Any:
         original = getattr(owner, name)

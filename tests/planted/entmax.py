@@ -1,4 +1,4 @@
-"""Mistakes that a rewrite of entmax over rows could hold."""
+"""Mistakes that a rewrite of entmax over rows could have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparse_inductor.match.entmax.transform import Transform
 from sparse_inductor.ops import _entmax_aten as aten
 
 PATTERN = "entmax"
-N = 6  # rows and columns alike, so that a wrong dimension is no wrong shape
+N = 6  # for rows and columns, so that a wrong dimension does not show as a wrong shape
 
 
 def _router(z: torch.Tensor, alpha: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ PROGRAMS = {
 
 
 def _found(change: Callable[[Emitter, Any], dict[str, Any]]) -> Plant:
-    """What was recognised is changed before it is replaced."""
+    """Return a plant that changes the match before it is replaced."""
 
     def wrong(replace: Callable[..., None], self: Any) -> None:
         e = Emitter(self.anchor)
@@ -74,7 +74,7 @@ def _next_alpha(e: Any, f: Any) -> dict[str, Any]:
 
 
 BUGS = (
-    # What the pattern puts in
+    # The replacement by the pattern
     Bug("alpha of sparsemax", _found(lambda e, f: {"alpha": 2.0}), "router"),
     Bug("the last dimension", _found(lambda e, f: {"dim": 2}), "router"),
     Bug("scores halved", _found(lambda e, f: {"source": e.method("mul", f.source, 0.5)}), "router"),
@@ -82,10 +82,10 @@ BUGS = (
     Bug("mask of the scores dropped", _found(_unmasked), "router"),
     Bug("learned alpha ignored", _found(lambda e, f: {"alpha": 1.5}), "learned_alpha"),
     Bug("alpha of the next column", _found(_next_alpha), "learned_alpha"),
-    # What the operator computes
+    # The operator's forward
     Bug("rows that sum to more than one", instead(aten, "solve_", _no_threshold), "router"),
     Bug("last column not written", result(aten, "forward", _last_is_first), "router"),
-    # What its backward computes
+    # The operator's backward
     Bug("gradient not centred", instead(aten, "score_gradient_", _not_centred), "router", backward=True),
     Bug("slopes of sparsemax", result(aten, "slopes", lambda u: u.sign()), "router", backward=True),
     Bug("gradient of alpha dropped", result(aten, "alpha_gradient", lambda g: g * 0), "learned_alpha", backward=True),

@@ -1,4 +1,4 @@
-"""Mistakes that a rewrite of entmax attention could hold."""
+"""Mistakes that a rewrite of entmax attention could have."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ B, H, L, D = 2, 4, 6, 8
 
 
 def _padded(q, k, v, keep, bias):
-    """Padding and a learned bias."""
+    """Attention with padding and a learned bias."""
     z = (q @ k.mT / math.sqrt(D) + bias).masked_fill(~keep, -math.inf)
     return package.entmax15(z, dim=-1) @ v
 
 
 def _causal(q, k, v, keep, bias):
-    """A decoder."""
+    """Causal sparsemax attention."""
     past = torch.ones(L, L, dtype=torch.bool).tril()
     return package.sparsemax((q @ k.mT / math.sqrt(D)).masked_fill(~past, -math.inf), dim=-1) @ v
 
 
 def _grouped(q, k, v, keep, bias):
-    """Two query heads a key head."""
+    """Grouped-query attention with two query heads per key head."""
     k, v = (t[:, :2].repeat_interleave(2, dim=1) for t in (k, v))
     return package.entmax15(q @ k.mT / math.sqrt(D), dim=-1) @ v
 
@@ -52,7 +52,7 @@ PROGRAMS = {
 
 
 def _read(change: Callable[[Attention], dict[str, Any]]) -> Plant:
-    """What was read is changed before the operator is put in."""
+    """Return a plant that changes the match before the operator is inserted."""
 
     def wrong(emit: Callable[..., Any], self: Attention, e: Any) -> Any:
         return emit(dataclasses.replace(self, **change(self)), e)
@@ -81,7 +81,7 @@ def _last_is_first(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _rolled(which: str) -> Plant:
-    """An operand of the next sequence."""
+    """Return a plant that passes the operand of the next sequence."""
 
     def wrong(emit: Callable[..., Any], self: Attention, e: Any) -> Any:
         operand = getattr(self, which)
@@ -92,7 +92,7 @@ def _rolled(which: str) -> Plant:
 
 
 def _later(scores: Callable[..., Any], q: Any, k: Any, c: Any, t: Any, Lq: int, Lk: int) -> Any:
-    """The diagonal is one key too far."""
+    """Compute the causal mask with a diagonal that is one key too far to the right."""
     if not t.causal:
         return scores(q, k, c, t, Lq, Lk)
     z, _ = scores(q, k, c, dataclasses.replace(t, causal=False), Lq, Lk)
@@ -108,7 +108,7 @@ def _gradient(at: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
 
 
 BUGS = (
-    # What the pattern puts in
+    # The replacement by the pattern
     Bug("scale dropped", _read(_scores(scale=1.0)), "padded"),
     Bug("padding dropped", _read(lambda a: {"masks": []}), "padded"),
     Bug("padding inverted", _read(_inverted), "padded"),
@@ -120,10 +120,10 @@ BUGS = (
     Bug("values of the next sequence", _rolled("v"), "causal"),
     Bug("not causal", _read(lambda a: {"causal": False, "masks": []}), "causal"),
     Bug("key heads of the next sequence", _rolled("k"), "grouped"),
-    # What the operator computes
+    # The operator's forward
     Bug("one key of the future", instead(aten, "_scores", _later), "causal"),
     Bug("last query not written", result(aten, "forward", _last_is_first), "padded"),
-    # What its backward computes
+    # The operator's backward
     Bug("gradient of the keys dropped", _gradient(1, torch.zeros_like), "padded", backward=True),
     Bug("gradient of the queries without the scale", _gradient(0, lambda g: g * math.sqrt(D)), "padded", backward=True),
     Bug("gradient of a bias dropped", _gradient(3, torch.zeros_like), "padded", backward=True),

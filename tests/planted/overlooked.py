@@ -1,7 +1,7 @@
-"""Mistakes of another kind: what a pattern or an operator overlooks.
+"""Mistakes of another kind: properties of a program that a pattern or an operator fails to take into account.
 
-Right, such a program is left as written or rewritten with what is odd about it; each shows one mistake. In training a
-program's gradients are looked at as well.
+Correct code leaves such a program as written, or its rewrite has the unusual property, too. Each program shows one
+mistake. Programs in training are compared in their gradients as well.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ head_op = importlib.import_module("sparse_inductor.ops.splade_head")
 
 @dataclasses.dataclass(frozen=True)
 class Overlooked:
-    """A mistake, the program that shows it, and what the fuzzer is told to draw: programs of `family` with `hazards`
-    and inputs of `values`, among them those that `drawn` says could show it."""
+    """A mistake, the program that shows it, and the parameters of the fuzzer's search for it.
+
+    The fuzzer draws programs of `family` with `hazards` and inputs of `values`, and runs those that can show the
+    mistake according to `drawn`.
+    """
 
     name: str
     plant: Plant
@@ -53,14 +56,14 @@ class Overlooked:
     values: str | None = None
     drawn: Callable[[Program], bool] = lambda program: True
     by_verify: bool = True
-    """verify looks at the first call, and at one rewrite at a time."""
+    """Whether verify can catch it: verify checks the first call only, and one rewrite at a time."""
 
 
 # --- Writers ------------------------------------------------------------------------------------------
 
 
 def _no_writer(*names: str) -> Plant:
-    """Calls of these names write nothing, as far as patterns know."""
+    """Return a plant that makes patterns take calls of these names for calls that write nothing."""
 
     def overlooks(written: Callable[..., Any], node: fx.Node) -> Any:
         target = node.target
@@ -179,7 +182,8 @@ def states_overwritten_in_part(x, w, mask):
 _ELSEWHERE = instead(effects, "apart", lambda apart, written, read: written is not read)
 
 _LATE = ("late write", "late write", "write")
-# The writer's name as patterns know it; in a program it is called so, or as the last column says.
+# The writer's name as patterns know it, the program, its family, and the writer's text in a program if it is not that
+# name.
 _WRITERS = (
     ("wrapped", numpy_assignment, "splade_head", ".numpy()"),
     ("negate_", own_operator, "splade_head", "negate_("),
@@ -195,7 +199,7 @@ _WRITERS = (
 )
 
 
-# --- Gradients that are not followed ------------------------------------------------------------------
+# --- Gradients ----------------------------------------------------------------------------------------
 
 _LEARNT = {
     "seed": 1,
@@ -207,7 +211,7 @@ _LEARNT = {
 
 @contextlib.contextmanager
 def _gradients_unasked() -> Any:
-    """Nobody asks where gradients are cut, by inference mode either."""
+    """Disable all checks of where gradients are cut, including inference mode."""
     with (
         mock.patch.object(GraphView, "in_inference_mode", lambda self, node: False),
         mock.patch.object(checks, "_check_gradient", lambda *args: None),
@@ -384,7 +388,7 @@ def _clean_scores(blocks: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def _first_mask_kept() -> Any:
-    """What was made of the first mask serves all later ones of its shape."""
+    """Reuse the lowered form of the first mask for all later masks of its shape."""
     known: dict[Any, Any] = {}
 
     def stale(lower: Callable[..., Any], *args: Any) -> Any:
@@ -404,7 +408,7 @@ def other_masks(x, w, mask):
 
 
 def _learnt(*texts: str) -> Callable[[Program], bool]:
-    """Programs of exact numbers, with gradients, that hold one of the texts."""
+    """Return a filter of exact programs with gradients that contain one of the texts."""
 
     def shows(program: Program) -> bool:
         source = program.source()

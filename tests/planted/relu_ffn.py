@@ -1,4 +1,4 @@
-"""Mistakes that a rewrite of a ReLU feed-forward block could hold."""
+"""Mistakes that a rewrite of a ReLU feed-forward block could have."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Bug = functools.partial(bug.Bug, program="gated")
 
 
 def _reading(change: Callable[[Any], dict[str, Any]]) -> Plant:
-    """How the block was read is changed before it is replaced."""
+    """Return a plant that changes the match's description of the block before it is replaced."""
 
     def wrong(replace: Callable[..., None], self: Any) -> None:
         self.reading = dataclasses.replace(self.reading, **change(self.reading))
@@ -74,7 +74,7 @@ def _reading(change: Callable[[Any], dict[str, Any]]) -> Plant:
 
 
 def _joined(change: Callable[..., Any]) -> Plant:
-    """The pairs of weight and bias are changed before they are put in."""
+    """Return a plant that changes the pairs of weight and bias before they are inserted."""
 
     def wrong(emit: Callable[..., Any], self: Joined, e: Any, dtype: torch.dtype) -> Any:
         x, pairs = emit(self, e, dtype)
@@ -121,12 +121,12 @@ def _gradient(at: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
 
 
 def _few_are_kept(forward: Callable[..., Any], x: Any, b: Any, stats: Any, packed: Any) -> Any:
-    """What the backward needs is kept of neurons above 0.2 alone."""
+    """Save the backward's operands only for neurons that exceed the threshold by 0.2."""
     return forward(x, dataclasses.replace(b, zero_threshold=b.zero_threshold + 0.2), stats, packed)
 
 
 BUGS = (
-    # What the pattern puts in
+    # The replacement by the pattern
     Bug("biases of the neurons dropped", _weights(lambda e, w, b: (w, None))),
     Bug("weights of the next neuron", _weights(lambda e, w, b: (e.method("roll", w, 1, 0), b))),
     Bug("gate and up exchanged", _joined(lambda e, pairs: pairs[::-1])),
@@ -137,9 +137,9 @@ BUGS = (
     Bug("result of the next neuron", _reading(_down(weight=lambda d: lambda e: e.method("roll", d.weight(e), 1, 1)))),
     Bug("input halved", instead(Chain, "linear_input", _halved)),
     Bug("statistic of the gate", instead(BlockMatch, "replace", _statistic_of_the_gate), program="counted"),
-    # What the operator computes
+    # The operator's forward
     Bug("last row not written", result(aten, "forward", lambda y: torch.cat([y[:-1], y[:1]]))),
-    # What its backward computes
+    # The operator's backward
     Bug("neurons near zero forgotten", instead(aten, "forward", _few_are_kept), backward=True),
     Bug("gradient of the input doubled", _gradient(0, lambda g: g * 2), backward=True),
     Bug("gradient of the gate dropped", _gradient(1, torch.zeros_like), backward=True),

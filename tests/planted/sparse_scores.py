@@ -1,4 +1,4 @@
-"""Mistakes that a rewrite of sparse scoring could hold."""
+"""Mistakes that a rewrite of sparse scoring could have."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ N, L, V, B = 12, 5, 30, 3
 
 
 def _padded(q: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> Any:
-    """Documents as padded rows."""
+    """Score documents stored as padded rows."""
     return (q[:, ids] * values).sum(-1)
 
 
 def _accumulated(
     q: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, rows: torch.Tensor
 ) -> Any:
-    """One query over coordinates."""
+    """Score one query against documents stored as coordinates."""
     return torch.zeros(N).index_add(0, rows, q[0][ids.flatten()] * values.flatten())
 
 
 def _best(q: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> Any:
-    """Without a gradient the operator alone sees the scores."""
+    """Return the best scores; without gradients, the full scores exist inside the operator only."""
     return (q[:, ids] * values).sum(-1).topk(4, dim=1)
 
 
@@ -51,7 +51,7 @@ Bug = functools.partial(bug.Bug, program="padded_documents")
 
 
 def _documents(change: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Plant:
-    """Ids and values on their way into the operator."""
+    """Return a plant that changes the ids and values that are passed to the operator."""
     return instead(Scores, "documents", lambda f, self, e, V: change(e, *f(self, e, V)))
 
 
@@ -89,7 +89,7 @@ def _values(docs: aten.Documents, change: Callable[[torch.Tensor], torch.Tensor]
 
 
 BUGS = (
-    # What the pattern puts in
+    # The replacement by the pattern
     Bug("weights of the next document", _documents(lambda e, i, v: (i, e.method("roll", v, 1, 0)))),
     Bug("terms of the next document", _documents(lambda e, i, v: (e.method("roll", i, 1, 0), v))),
     Bug("weights of the next term", _documents(lambda e, i, v: (i, e.method("roll", v, 1, 1)))),
@@ -99,11 +99,11 @@ BUGS = (
     Bug("scores of the next document", _emitted(lambda e, s: e.method("roll", s, 1, 1))),
     Bug("entries counted for the next document", _rows(lambda e, r: e.method("roll", r, 1, 0)), program="coordinates"),
     Bug("entries counted for the first document", _rows(lambda e, r: e.method("mul", r, 0)), program="coordinates"),
-    # What the operator computes
+    # The operator's forward
     Bug("last document not written", _blocks(lambda s: torch.cat([s[:, :-1], s[:, :1]], 1))),
     Bug("the smallest in place of the largest", _blocks(lambda s: -s), program="best_documents"),
     Bug("a best document missed", _blocks(_without_the_best), program="best_documents"),
-    # What its backward computes
+    # The operator's backward
     Bug("gradient without the weights", _transposed(lambda d: _values(d, torch.ones_like)), backward=True),
     Bug("gradient of the next term", _transposed(lambda d: _values(d, lambda v: v.roll(1))), backward=True),
     Bug("gradient doubled for scores", _transposed(lambda d: _values(d, lambda v: v * 2)), backward=True),

@@ -1,4 +1,4 @@
-"""Mistakes that a rewrite of the SPLADE head could hold."""
+"""Mistakes that a rewrite of the SPLADE head could have."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.ops import _linear_max_aten as aten
 
 HeadMatch = importlib.import_module("sparse_inductor.patterns.splade_head").HeadMatch
-op = importlib.import_module("sparse_inductor.ops.splade_head")  # its name in ops is the function
+op = importlib.import_module("sparse_inductor.ops.splade_head")  # ops.splade_head is the function
 
 PATTERN = "splade_head"
-# As many sequences as positions, so that a wrong dimension is no wrong shape.
+# As many sequences as positions, so that a wrong dimension does not show as a wrong shape.
 B = S = 6
 D, V = 8, 40
 
@@ -54,7 +54,7 @@ def _positions(z: torch.Tensor, m: torch.Tensor) -> Any:
 
 
 def _build(pool: Callable[..., Any]) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """A head and its arguments: the last sequences are shorter, one is empty."""
+    """Build a head and its arguments: the last sequences are shorter, one is empty."""
     model = Head(pool)
     torch.manual_seed(0)
     hidden = torch.randn(B, S, D, requires_grad=True)
@@ -125,7 +125,7 @@ _gradients = functools.partial(result, aten, "backward")
 
 
 def _winners(change: Callable[..., Any]) -> bug.Plant:
-    """The gradients of the winning logits and their positions, on their way into the backward's products."""
+    """Return a plant that changes the winning logits' gradients and positions before the backward's products."""
     return instead(aten, "_from_entries", lambda f, g, w, *rest: f(*change(g, w), *rest))
 
 
@@ -151,14 +151,14 @@ def _wrong_dimension() -> Any:
 
 
 BUGS = (
-    # What the pattern puts in
+    # The replacement by the pattern
     Bug("bias dropped", _weight_and_bias(lambda e, w, b: (w, None))),
     Bug("bias twice", _weight_and_bias(lambda e, w, b: (w, e.method("mul", b, 2)))),
     Bug("bias of the neighbour", _weight_and_bias(lambda e, w, b: (w, e.method("roll", b, 1)))),
     Bug("weight of the neighbour", _weight_and_bias(lambda e, w, b: (e.method("roll", w, 1, 0), b))),
     Bug("minimum", _weight_and_bias(lambda e, w, b: (e.method("neg", w), b))),
     Bug("wrong dimension", _wrong_dimension),
-    # Not by casts to and fro, which Inductor of torch 2.11 takes out again.
+    # By arithmetic: Inductor of torch 2.11 removes casts to a lower precision and back.
     Bug(
         "precision lost",
         _linear_input(lambda e, x: e.method("div", e.method("round", e.method("mul", x, 256.0)), 256.0)),
@@ -180,11 +180,11 @@ BUGS = (
         program="soft_cap",
     ),
     Bug("tanh dropped", _program(_without("tanh")), program="soft_cap"),
-    # What the operator computes
+    # The operator's forward
     Bug("fill of an empty sequence", _fill(0.5)),
     Bug("last sequence not written", _forward(lambda v, w, p: (torch.cat([v[:-1], v[:1]]), w, p))),
     Bug("positions off by one", _forward(lambda v, w, p: (v, w if w is None else (w + 1) % S, p)), program="positions"),
-    # What its backward computes
+    # The operator's backward
     Bug("gradient of the bias dropped", _gradients(lambda h, w, b: (h, w, _all(b))), backward=True),
     Bug("gradient of the weight dropped", _gradients(lambda h, w, b: (h, _all(w), b)), backward=True),
     Bug("gradient doubled", _gradients(lambda h, w, b: (h * 2, w, b)), backward=True),

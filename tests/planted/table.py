@@ -1,7 +1,9 @@
-"""Who catches which planted mistake: verify, the fuzzer, the tests.   python -m planted.table (make planted)
+"""A table of which instrument catches which planted mistake: verify, the fuzzer, the tests.
 
-The tests compare the program that shows a mistake with itself unrewritten (`assert_matches_reference`, or the fuzzer's
-comparison for what is overlooked); the fuzzer has `TRIES` of its programs of the mistake's family.
+    python -m planted.table     (make planted)
+
+The tests compare the program that shows a mistake with itself unrewritten, by `assert_matches_reference`, or by the
+fuzzer's comparison for the mistakes in `overlooked`. The fuzzer runs `TRIES` of its programs of the mistake's family.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from sparse_inductor.testing import assert_matches_reference, compile_without_co
 
 __all__ = ["Caught", "by_fuzz", "by_tests", "by_verify", "caught"]
 
-SEEDS, TRIES = 2000, 30  # drawn, and of those run
+SEEDS, TRIES = 2000, 30  # programs drawn at most, and programs run at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Caught:
-    """fuzz: the seed that did."""
+    """Which instruments catch a mistake; `fuzz` is the seed of the fuzzer's program that does."""
 
     verify: bool
     fuzz: int | None
@@ -72,7 +74,7 @@ def by_tests(mistake: Bug | Overlooked) -> bool:
 
 
 def by_fuzz(mistake: Bug | Overlooked, tries: int = TRIES) -> int | None:
-    """The first seed whose program is right without the mistake and wrong with it."""
+    """Return the first seed whose program is right without the mistake and wrong with it."""
     for seed, drawn in itertools.islice(_drawn(mistake), tries):
         with mistake.plant():
             found = check(drawn).findings
@@ -82,8 +84,11 @@ def by_fuzz(mistake: Bug | Overlooked, tries: int = TRIES) -> int | None:
 
 
 def _drawn(mistake: Bug | Overlooked) -> Iterator[tuple[int, Program]]:
-    """Seeds and their programs, of those that could show the mistake. What is drawn by its meaning does not depend on
-    what else the generator draws."""
+    """Yield seeds and programs that could show the mistake.
+
+    For `Overlooked` mistakes they are selected by their text, so that they do not depend on the generator's order of
+    draws.
+    """
     for seed in range(SEEDS):
         if isinstance(mistake, Bug):
             yield seed, generate(seed, (PROGRAMS[mistake.program].pattern,), ())
