@@ -109,8 +109,8 @@ class Program:
     def documented(self) -> Program:
         """Return the program with the documented deviations of a rewrite.
 
-        x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), a tensor alpha of 1 gives softmax, and for an alpha of 2 values
-        that are not finite get the gradient of sparsemax.
+        x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), a tensor alpha of 1 gives softmax, and for an alpha of 2
+        values that are not finite get the gradient of sparsemax.
         """
         steps = self.steps
         for spelled, meant in _DOCUMENTED.items():

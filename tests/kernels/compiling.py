@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that need not be there, in a process in which the interpreter is off."""
+"""Helpers that compile kernels for a GPU that the machine need not have, in a process without the interpreter."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def compiled(
     is_round: Callable[[str], bool] = lambda name: name.startswith("stride"),
     **options: Any,
 ) -> Any:
-    """types: of the arguments that are no constants, in their order. Addresses are multiples of 16, as they are at a
-    launch, and so are the numbers of which `is_round` says so: vector loads change what a kernel needs."""
+    """Compile a kernel for a compute capability and return the result of Triton.
+
+    types: the types of the arguments that are not constants, in order. Addresses are declared as multiples of 16, as at
+    a launch, and so are numbers for which `is_round(name)` is true, because vector loads change a kernel's resources.
+    """
     given = iter(types)
     signature = {a: "constexpr" if a in constants else next(given) for a in kernel.arg_names}
     places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
@@ -40,7 +43,7 @@ def compiled(
 
 
 def compiled_job(job: Any) -> None:
-    """Compile what `kernels.common.launch` would begin to compile for a Hopper GPU."""
+    """Compile a job of `kernels.common.launch` for a Hopper GPU."""
     kernel, types, constants = job.kernel, [], {}
     given = dict(zip(kernel.arg_names, job.args)) | job.named
     for p in kernel.params:
@@ -54,7 +57,7 @@ def compiled_job(job: Any) -> None:
 
 
 def run_compiled(file: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a test's file as a script that compiles."""
+    """Run a test file as a script that compiles kernels, with the interpreter off."""
     path = (ROOT, TESTS, Path(__file__).parent)
     without = ["TRITON_INTERPRET"]
     return python(file, *arguments, path=path, without=without, timeout=500, **variables)

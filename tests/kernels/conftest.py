@@ -1,4 +1,4 @@
-"""What tests of kernels have in common: the device that they run on."""
+"""Fixtures of the kernels' tests."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from triton import knobs
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Triton's interpreter on the CPU, but for cases marked `gpu`; then a GPU."""
+    """The device of a test: the CPU, where kernels run in Triton's interpreter, or a GPU in cases marked `gpu`."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     if request.param == "cpu" and request.node.get_closest_marker("gpu"):
@@ -19,11 +19,11 @@ def device(request):
 
 @pytest.fixture
 def hopper_gpu():
-    """A GPU that has kernels of its own; that they take a test's operands is for the test to assert."""
+    """Skips a test that needs the Hopper kernels; the test itself asserts that they accept its operands."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
 
 
 @pytest.fixture(autouse=True)
 def packs(small_blocks_are_packed):
-    """Small blocks, where tests of feed-forward blocks say nothing else."""
+    """By default, small feed-forward blocks are packed, too."""

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, compiled for a CPU by cuda_on_cpu.cpp, on arrays."""
+"""Runs kernels in CUDA C++ on the CPU: cuda_on_cpu.cpp compiles them, and arrays are their arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from sparse_inductor.kernels.common import cuda, native
 
 SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
-# How many threads further the next one is that goes on: in order, in reverse, and warps mixed.
+# The stride by which the next thread to run is chosen: in order, in reverse, and alternating between warps.
 ORDERS = (1, 255, 77)
 
 
 class OnCpu:
-    """A kernel with the size of its blocks and its constants. Skips the test without a compiler of C++20."""
+    """A kernel compiled for the CPU with a block size and constants. Skips the test without a C++20 compiler."""
 
     def __init__(self, kernel: cuda.CudaKernel, num_warps: int = 8, **constants: Any) -> None:
         self._threads = 32 * num_warps
@@ -40,7 +40,10 @@ class OnCpu:
     def __call__(
         self, grid: tuple[int, int], *given: Any, order: int = 1, late: tuple[np.ndarray, ...] = (),
     ) -> None:  # fmt: skip
-        """late: arrays that hold garbage until the kernel waits for the one in front of it."""
+        """Launch the kernel.
+
+        late: arrays that are filled with garbage until the kernel waits for the preceding kernel (griddepcontrol.wait).
+        """
         written = [a.copy() for a in late]
         for a, right in zip(late, written):
             a.view(np.uint8)[...] = 0xCD
@@ -62,5 +65,5 @@ def _word(given: Any) -> int:
 def launch_on_cpu(
     kernel: cuda.CudaKernel, grid: Any, *args: Any, num_warps: int, **constants: Any
 ) -> None:
-    """What `CudaKernel.launch` does on a GPU."""
+    """Launch a kernel on the CPU, as a replacement of `CudaKernel.launch`."""
     OnCpu(kernel, num_warps, **constants)((*grid, 1)[:2], *args)

@@ -1,4 +1,7 @@
-"""What an operator's call launches is found with fake tensors, as where a compiler traces it; no GPU need be there."""
+"""Ahead-of-time compilation: a call with fake tensors, as during tracing, finds the kernels that it would launch.
+
+The tests need no GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from compiling import compiled_job, run_compiled
 
 HEADS = [(2, 4, 2048, 64)] * 3
 AUTOENCODER = [(4096, 64), (64, 4096), (4096,), (4096, 64), (64,)]
-# Shapes, and kernels of a call and of its backward.
+# Shapes of the operands, and some of the kernels of a call and its backward.
 CASES = {
     "splade_head": ([(16, 128, 64), (30522, 64), (30522,)], "_peak_kernel _hidden_rows"),
     "relu_ffn": (
@@ -24,7 +27,8 @@ CASES = {
     "jumps": (AUTOENCODER, "_pack_kernel _weighted_rows_kernel"),
     "kept": (AUTOENCODER, "_pack_kernel _gradients_kernel _put_kernel"),
 }
-# Compiled here: the interpreter takes what the compiler does not. Others have tests of their own.
+# These kernels are compiled here, because the interpreter accepts code that the compiler rejects. For the other
+# operators, separate tests compile the kernels.
 COMPILED = ("relu_ffn", "topk_encode", "counted", "jumps", "kept")
 
 
@@ -47,7 +51,7 @@ def test_kernels_compile(begun):
 
 
 def main() -> None:
-    """Prints the names of the kernels that would be compiled, and which of them do not compile."""
+    """Print as JSON the names of the kernels that would be compiled, and the kernels that fail to compile."""
     import logging
 
     import torch

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++: what NVRTC compiles, where there is one, and how Triton is to launch it."""
+"""Kernels in CUDA C++: their compilation by NVRTC, where it is installed, and their launch by Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparse_inductor.kernels.sparse_scores import accumulate, rescore, search
 
 
 def forms():
-    """(kernel, warps, constants) of everything that is launched."""
+    """Yield (kernel, warps, constants) for every variant that is launched."""
     for ranked, listed in ((0, False), (0, True), (1024, True), (8192, True)):
         sizes = {"CHUNK": 8192, "APART": 32}
         yield accumulate.shared_kernel, 8, {**sizes, "RANKED": ranked, "LISTED": listed}
@@ -72,7 +72,7 @@ def test_a_source_is_compiled_once_for_constants_and_headers(tmp_path, monkeypat
 
 
 def test_launches_of_all_numbers_have_one_binary(monkeypatch):
-    """The first launch with numbers of a kind, or one that is recorded, is given tensors, others their addresses."""
+    """Triton is given tensors at the first launch with numbers of a kind, and their addresses at later ones."""
     launched = []
 
     class Compiled(dict):
@@ -95,7 +95,7 @@ def test_launches_of_all_numbers_have_one_binary(monkeypatch):
 
 
 def test_triton_launches_a_binary():
-    """As a kernel of its own, with the types that `launch` finds, so that a call that has it is replayed, too."""
+    """It has the parameter types that `launch` expects, so that a call that launches it can be replayed."""
     options = {"num_warps": 8, "launch_pdl": True}
     made = compiled_kernel(b"code", "name", 90, ("*i8", "i32", "constexpr"), options)
     launch = kernel_launch(made, (3, 2))

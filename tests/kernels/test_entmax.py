@@ -1,4 +1,4 @@
-"""The row kernels against chunked ATen in fp64."""
+"""The kernels of entmax over rows against chunked ATen in fp64."""
 
 import math
 
@@ -9,12 +9,14 @@ from sparse_inductor.kernels.entmax import rows as kernels
 from sparse_inductor.ops import _entmax_aten as aten
 from support import heavy
 
-# NumPy, under the interpreter, warns where a GPU silently makes inf and NaN.
+# In the interpreter, NumPy warns where a GPU silently produces inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# fp32 arithmetic and the rounding of the output.
+# These cover fp32 arithmetic and the rounding of the output.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-STREAMED = 64  # columns that fit "the registers", so that small rows take the way of long ones
+STREAMED = (
+    64  # a limit of columns for the registers that makes small rows take the path of long ones
+)
 
 
 def scores(*shape, device, scale=1.0, dtype=torch.float32, seed=0):
@@ -23,7 +25,7 @@ def scores(*shape, device, scale=1.0, dtype=torch.float32, seed=0):
 
 
 def check(x, alpha, dim=-1, resident=kernels._RESIDENT):
-    """Probabilities, their sums, and the gradients of x and alpha; returns the probabilities."""
+    """Check probabilities, their sums, and the gradients of x and alpha; return the probabilities."""
     wide = alpha.double() if isinstance(alpha, torch.Tensor) else alpha
     limit = TOLERANCE[x.dtype]
     y = kernels.forward(x, alpha, dim, resident=resident)
@@ -102,7 +104,7 @@ def test_rows_without_scores_are_zero_and_nan_stays_in_its_row(device, alpha, re
 
 @pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
 def test_mild_scores_lose_no_mass(device, alpha):
-    # Two levels a hair apart over many columns: where a fixed number of bisections stops far from the threshold.
+    # With two almost equal levels over many columns, a fixed number of bisections would stop far from the threshold.
     x = torch.zeros(2, 3000, device=device)
     x[:, ::2] = 1e-4
     y = check(x, alpha)

@@ -1,4 +1,4 @@
-"""Entmax attention's kernels against the same formula in fp64, whose rows are those of ATen's entmax."""
+"""Entmax attention's kernels against the same formula in fp64 with ATen's entmax."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sparse_inductor.kernels.entmax_attention import attention as entmax_attenti
 from support import heavy
 from test_entmax_attention_op import written_out
 
-# Norm of the error over the norm of the truth: accumulation order in fp32; the operands' and p's
-# rounding at 16 bits.
+# The norm of the error over the norm of the truth. It covers the accumulation order in fp32, and the
+# rounding of the operands and of p in 16-bit dtypes.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
-LQ, LK = 20, 45  # in the interpreter two blocks of queries and three of keys, not all of them full
+LQ, LK = 20, 45  # in the interpreter two blocks of queries and three of keys, some of them partial
 
 PLAIN = {
     "bias": None, "mask": None, "alpha": None, "query_lengths": None, "key_lengths": None,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nan_filled_memory")
 def operands(
     device, B=1, H=None, Hkv=None, Lq=LQ, Lk=LK, D=16, DV=None, dtype=torch.float32, variance=6.0
 ):
-    """One head in the interpreter, unless a test is about several."""
+    """Return random q, k, v and a gradient, by default with one head in the interpreter and two on a GPU."""
     H = H or (2 if torch.device(device).type == "cuda" else 1)
     g = torch.Generator().manual_seed(0)
     shapes = (B, H, Lq, D), (B, Hkv or H, Lk, D), (B, Hkv or H, Lk, DV or D), (B, H, Lq, DV or D)
@@ -39,12 +39,12 @@ def operands(
 
 def relative(actual, expected):
     expected = expected.double()
-    # A gradient that cancels to nothing (one key, a bias constant along its row) is compared as is.
+    # A gradient that cancels to 0 (with one key, or a bias that is constant along its row) has an absolute tolerance.
     return ((actual.double() - expected).norm() / expected.norm().clamp_min(1.0)).item()
 
 
 def run(q, k, v, grad, **keywords):
-    """(out, dq, dk, dv, dbias, dalpha)."""
+    """Run forward and backward, and return (out, dq, dk, dv, dbias, dalpha)."""
     keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, **keywords}
     out, saved = entmax_attention.forward(q, k, v, training=True, **keywords)
     like = entmax_attention.saved_like(q, k, v, **keywords)
@@ -77,7 +77,7 @@ def check(q, k, v, grad, tolerance=0.0, **keywords):
 
 
 def check_nan(tensors, row, off=0.0):
-    """A NaN in a row of the queries of the last head is seen in that row alone; others may be so far off."""
+    """Check that a NaN in one query of the last head changes that row alone; other rows may differ by up to `off`."""
     q, k, v, _ = tensors
     keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, "training": True}
     clean, _ = entmax_attention.forward(q, k, v, **keywords)
@@ -101,13 +101,13 @@ def test_any_alpha(alpha, device):
 
 @pytest.mark.parametrize("alpha", [1.05, 1.3, heavy(1.7)])
 def test_any_alpha_of_16_bits(alpha, device):
-    """A GPU approximates these powers."""
+    """For 16-bit operands, GPU code computes these powers approximately."""
     check(*operands(device, dtype=torch.bfloat16), alpha_value=alpha)
 
 
 @pytest.mark.parametrize("alpha", [heavy(1.25), heavy(1.3)])
 def test_search_starts_from_a_sample_of_the_keys(alpha, device):
-    """Most keys are in the support, of half of the rows; 64 tiles are the fewest that are sampled."""
+    """In many rows most keys are in the support. The search samples keys from 64 tiles on."""
     q, k, v, grad = operands(device, H=1, Lq=24, Lk=4200 if device.type == "cuda" else 1100)
     q[:, :, ::3] *= 0.1
     q[:, :, 1::3] *= 0.05
@@ -117,10 +117,10 @@ def test_search_starts_from_a_sample_of_the_keys(alpha, device):
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float32)])
 def test_search_for_general_powers_starts_with_cubics(dtype, device):
-    """The thresholds are as exact; of 16 bits the last step is taken by the pass that makes the output."""
+    """The thresholds stay as exact. For 16-bit operands, the pass that computes the output takes the last step."""
     Lq, Lk = (24, 4200) if device.type == "cuda" else (16, 1100)
     q, k, v, grad = operands(device, H=2, Lq=Lq, Lk=Lk, dtype=dtype, variance=0.05)
-    q[:, :, ::7] *= 3  # rows that are further off after the sample
+    q[:, :, ::7] *= 3  # in these rows the sample gives a worse estimate
     alpha = torch.tensor([1.4, 1.6]).view(1, 2, 1, 1).to(device)
     keywords = {**PLAIN, "alpha": alpha, "scale": 0.25}
     out, (reference, shift, *_) = entmax_attention.forward(q, k, v, training=True, **keywords)
@@ -132,7 +132,7 @@ def test_search_for_general_powers_starts_with_cubics(dtype, device):
 
 @pytest.mark.heavy
 def test_alpha_above_two(device):
-    """u^(beta - 1) has a pole at the threshold: the rounding of tau shows in the gradients."""
+    """u^(beta - 1) has a pole at the threshold, so that the rounding of tau affects the gradients."""
     check(*operands(device), alpha_value=3.0, tolerance=5e-3)
 
 
@@ -192,7 +192,7 @@ def test_masked_keys_take_the_fill(fill, added, causal, device):
     + [heavy(torch.bfloat16, False), heavy(torch.float16, False)],
 )
 def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device):
-    """Padding on the left, and a sequence of nothing else: these rows' scores are all lost in the fill."""
+    """Left padding, and a sequence of padding only: adding the fill absorbs all scores of these rows."""
     mask = torch.arange(45) >= torch.tensor([20, 45])[:, None]
     q, k, v, grad = operands(device, B=2, H=2, Hkv=1, Lq=45, dtype=dtype)
     low = torch.finfo(torch.float32).min
@@ -205,7 +205,7 @@ def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float32)])
 @pytest.mark.parametrize("causal", [False, heavy(True)])
 def test_padding_of_keys(dtype, causal, device):
-    """On the right, on the left, with a key dropped in between, and of all keys: alike for the rows of a sequence."""
+    """Padding on the right, on the left, with a key dropped in between, and of all keys, for all rows of a sequence."""
     tensors = operands(device, B=4, H=1, dtype=dtype, variance=0.5)
     j = torch.arange(tensors[1].shape[2], device=device)
     keep = torch.stack([j < 38, j >= 9, (j > 2) & (j != 17), j < 0])[:, None, None]
@@ -218,7 +218,7 @@ def test_padding_of_keys(dtype, causal, device):
 @pytest.mark.parametrize("kind", ["mask", "bias", "fp64 bias"])
 @pytest.mark.parametrize("layout", ["aligned", "odd", "strided"])
 def test_masks_and_biases_however_they_lie(layout, kind, width, dtype):
-    """How they are read decides in which warps scores lie, and so how rows are summed."""
+    """The way of loading them determines the layout of scores over warps, and thus the order of rows' sums."""
     Lk = 45 if layout == "odd" else 64
     side = torch.randn(1, 2, LQ, Lk, 2, generator=torch.Generator().manual_seed(1)).cuda()
     side = side > -0.5 if kind == "mask" else side.double() if kind == "fp64 bias" else side
@@ -245,7 +245,7 @@ def test_a_causal_fill_that_competes_reaches_later_keys(lengths, added, device):
 def test_bias_has_a_gradient(shape, added, device):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.rand(2, 1, 1, 45, generator=torch.Generator().manual_seed(2)) > 0.2
-    # A bias that is constant along a row changes nothing but where a fill competes.
+    # A bias that is constant along a row has an effect only where the fill is comparable to the scores.
     fill = 0.0 if shape[3] == 1 or added else -math.inf
     keywords = {"bias": bias, "mask": mask.to(device), "fill": fill, "added": added}
     check(*operands(device, B=2, H=2), **keywords, tolerance=1e-5)
@@ -271,7 +271,7 @@ def test_strided_operands(device):
 
 
 def test_large_scores_keep_the_row_sum(device):
-    """tau near 500 has 3e-5 between neighbours: it is kept relative to the row's maximum."""
+    """Adjacent fp32 numbers near tau = 500 are 3e-5 apart, so tau is stored relative to the row's maximum."""
     q, k, _, grad = operands(device, H=1, Lk=200, variance=1e-2)
     q[..., 0], k[..., 0] = 40.0, 100.0
     v = torch.ones_like(k)
@@ -292,7 +292,7 @@ def test_nan_stays_in_its_rows(device):
 
 @pytest.mark.parametrize("alpha", [heavy(1.25), 1.5, heavy(2.0)])
 def test_mild_scores_lose_no_mass(alpha, device):
-    """Ten halvings of [max - 1, max - n^(1 - alpha)] leave most of a flat row's mass behind."""
+    """Ten bisections of [max - 1, max - n^(1 - alpha)] would lose most of a flat row's mass."""
     Lk = 3000 if device.type == "cuda" else 1000
     q, k, _, grad = operands(device, H=1, Lq=4, Lk=Lk, variance=1e-3)
     v = torch.ones_like(k)
@@ -325,7 +325,7 @@ def test_what_the_kernels_take(device):
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype, Lk, D", [(torch.float32, 45, 16), (torch.bfloat16, 1100, 64)])
 def test_every_operand_at_once(dtype, Lk, D, device):
-    """Kernels have one argument for all of them: with none left out, Triton 3.6 once lost the strides in it."""
+    """Kernels take all operands as one argument. With every operand present, Triton 3.6 once lost its strides."""
     if device.type == "cpu":
         Lk = min(Lk, 60)
     B, H, Lq = 2, 2, 40

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nan_filled_memory", "any_length")
 
 @pytest.fixture
 def narrow():
-    """Key tiles that send a block to the two passes at once: 0 for none, unless a test is given another."""
+    """The span in key tiles up to which a block goes directly to the two passes; 0, the default, turns this off."""
     return 0
 
 
@@ -28,8 +28,11 @@ def any_length(narrow, monkeypatch):
 
 
 def sizes(device, **keywords):
-    """What a GPU's lists take: 16 bits, width 64; the interpreter takes small ones, and unless told one
-    head and two blocks of queries."""
+    """Return sizes that the list kernels accept.
+
+    On a GPU they need 16-bit operands of width 64. In the interpreter the defaults are small: one head and two blocks
+    of queries.
+    """
     if device.type == "cuda":
         keywords = {"D": 64, "dtype": torch.bfloat16, **keywords}
     few = {"H": 1, "Lq": 20} if device.type == "cpu" else {"H": 2, "Lq": 40}
@@ -37,7 +40,7 @@ def sizes(device, **keywords):
 
 
 def left(q, k, v, **keywords):
-    """Which rows [B, H, Lq] were left to the block passes."""
+    """Return a mask [B, H, Lq] of the rows that were left to the block passes."""
     keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, **keywords}
     saved = entmax_attention.forward(q, k, v, training=True, **keywords)[1]
     counts, rows, earlier = saved[4:7]
@@ -93,7 +96,7 @@ def test_flat_and_peaked_rows_in_one_head(causal, device):
     "alpha, causal", [heavy(1.25, False), heavy(1.25, True), heavy(1.5, False), (1.5, True)]
 )
 def test_broad_rows_need_no_block_pass(alpha, causal, device):
-    """Supports of 20 to 100."""
+    """Rows have supports of 20 to 100 keys."""
     variance = {1.25: 12.0, 1.5: 1.0}[alpha]
     heads = {"H": 2, "Hkv": 1} if device.type == "cuda" else {}
     q, k, v, grad = operands(device, **sizes(device, variance=variance, Lk=300, **heads))
@@ -105,7 +108,7 @@ def test_broad_rows_need_no_block_pass(alpha, causal, device):
 @pytest.mark.heavy
 @pytest.mark.parametrize("causal", [heavy(False), True])
 def test_each_row_goes_its_own_way(causal, device):
-    """Rows of small, large and full support beside each other."""
+    """Adjacent rows have small, large and full supports."""
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
     q, k, v, grad = operands(device, **sizes(device, H=1, Lq=rows + 5, Lk=400, variance=1.0))
     factor = torch.tensor([2.5, 1.0, 1e-2], device=device)[torch.arange(q.shape[2]) % 3]
@@ -136,7 +139,7 @@ def test_causal_fill(fill, added, device):
 
 
 def kept(form, B, Lq, Lk):
-    """The keys that a mask keeps, bool [B or 1, 1, Lq or 1, Lk]."""
+    """Return a mask of kept keys, bool [B or 1, 1, Lq or 1, Lk]."""
     i, j = torch.arange(Lq)[:, None] + Lk - Lq, torch.arange(Lk)[None]
     lengths = torch.tensor([Lk - 70, Lk // 3])[:B, None, None, None]
     keep = {
@@ -161,7 +164,7 @@ def kept(form, B, Lq, Lk):
 )
 @pytest.mark.parametrize("narrow", [0, 24])
 def test_masks(form, way, device):
-    """Tiles that a mask takes out are not looked at; rows without keys give what the program gives."""
+    """Tiles that are fully masked are skipped. Rows without keys give the same result as in the original program."""
     B = 2 if "padding" in form or device.type == "cuda" else 1
     heads = {"H": 2, "Hkv": 1} if device.type == "cuda" else {}
     q, k, v, grad = operands(device, **sizes(device, B=B, Lq=20, Lk=200, **heads))
@@ -177,14 +180,14 @@ def test_masks(form, way, device):
 
 
 def test_negative_scores(device):
-    """Bits of negative floats sort the other way around."""
+    """The bit patterns of negative floats sort in reverse order."""
     q, k, v, grad = operands(device, **sizes(device, Lq=16, Lk=64))
     check(-q.abs(), k.abs(), v, grad)
 
 
 @pytest.mark.parametrize("weight", [heavy(3.0), heavy(30.0)])
 def test_a_key_that_every_row_attends_to(weight, device):
-    """Few rows of a key are ranked, more than 128 are sorted."""
+    """A key's rows are ordered by ranking up to 128 of them, and by sorting if there are more."""
     Lq = 200 if device.type == "cuda" else 72
     q, k, v, grad = operands(device, **sizes(device, H=2, Hkv=1, Lq=Lq, Lk=70))
     q, k = q.abs() * 0.3, k * 0.3
@@ -205,7 +208,7 @@ def test_gradients_repeat_bitwise():
 
 
 def warp(source, values):
-    """What a warp makes of values [32, n] by the PTX of a sorting network: [32, n]."""
+    """Emulate a warp that executes the PTX of a sorting network on values [32, n], and return its result [32, n]."""
     lane, n = torch.arange(32), values.shape[1]
     registers = {f"${n + r}": values[:, r] for r in range(n)} | {"%laneid": lane}
     functions = {
@@ -234,7 +237,7 @@ def warp(source, values):
 @pytest.mark.parametrize("pack", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("lanes", [8, 32])
 def test_sorting_networks(lanes, pack):
-    """On a GPU a key's rows are sorted in registers; the interpreter has no lanes."""
+    """On a GPU a key's rows are sorted in registers. The interpreter has no lanes, so the PTX is emulated."""
     source = entmax_attention_lists._network(pack, lanes.bit_length() - 1)
     values = torch.randint(0, 40 * pack, (32, pack), generator=torch.Generator().manual_seed(pack))
     groups = values.reshape(-1, lanes * pack)

@@ -1,5 +1,5 @@
-"""Entmax attention of few queries, split over the keys, and of short rows, whose scores stay in registers, against
-fp64."""
+"""Entmax attention of small sizes against fp64: few queries, which are split over the keys, and short rows, for which
+the scores stay in registers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("nan_filled_memory")
 
 @pytest.fixture(params=["few", "short"])
 def small(request, device, monkeypatch):
-    """Makes operands that the kernels for few queries, or for short rows, take; any other forward raises."""
+    """Returns a function that makes operands for the kernels for few queries or for short rows.
+
+    All other forward kernels raise.
+    """
     few = request.param == "few"
 
     def passes(*_):
@@ -66,7 +69,7 @@ def test_any_width(D, DV, small):
 @only_short
 @pytest.mark.parametrize("part, D", [heavy(1 / 32, 32), heavy(0.55, 64), (1, 64), heavy(1, 128)])
 def test_numbers_of_keys_and_widths(part, D, device, small):
-    """Up to as many keys as stay, by rows of both kinds of tile."""
+    """Up to the largest number of keys for which scores stay in registers, with both kinds of tile."""
     most = 256 if device.type == "cuda" else 32
     check(*small(Lk=int(part * most), D=D, variance=6.0))
 
@@ -90,7 +93,7 @@ def test_bias_and_alpha_have_gradients(shape, device, small):
     indirect=["small"],
 )
 def test_masks_and_biases(fill, added, sides, device, small):
-    """Of each head or of all, grouped heads, padding of keys and of queries, and a row without keys."""
+    """Masks and biases per head or shared, grouped heads, padding of keys and of queries, and a row without keys."""
     q, k, v, grad = small(B=2, H=2, Hkv=1, variance=0.5)
     Lq, Lk = q.shape[2], k.shape[2]
     g = torch.Generator().manual_seed(1)

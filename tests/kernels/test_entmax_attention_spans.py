@@ -1,4 +1,4 @@
-"""What one look at a mask says of each block of rows, against the mask itself."""
+"""The spans of key tiles that a scan of the mask finds for each block of rows, against the mask itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, KEYS = 16, 16
 
 
 def seen(device, lengths, **sides):
-    """Spans [B or 1, H or 1, blocks or 1, 6]: begin and end, of the full tiles, of the gap."""
+    """Return spans [B or 1, H or 1, blocks or 1, 6]: begin and end of all tiles, of the full tiles, and of the gap."""
     q, k = (torch.zeros(2, 2, n, 16, device=device) for n in lengths)
     problem = Problem.of(q, k, k, **{**PLAIN, "scale": 1.0, **sides})
     table, strides = entmax_attention_spans.spans(problem, ROWS, KEYS)
@@ -33,7 +33,7 @@ def test_a_causal_mask(device, width):
 
 
 def test_padding_of_each_sequence(device):
-    """Rows are alike, so that one is looked at."""
+    """All rows have the same mask, so that one row is scanned."""
     keep = torch.arange(72, device=device) >= torch.tensor([20, 72], device=device)[:, None]
     assert seen(device, (40, 72), mask=keep[:, None, None]) == [
         [[[1, 5, 2, 5, 5, 5]]],
@@ -50,7 +50,7 @@ def test_a_window_with_sinks(device):
 
 @pytest.mark.parametrize("low", [-math.inf, -65504.0, -1e9])
 def test_a_mask_that_is_added(low, device):
-    """Of two heads, one with a bias that is none; a mask beside it takes one more tile out."""
+    """One of two heads has an additional ordinary bias; a boolean mask removes one more tile."""
     bias = torch.zeros(1, 2, 1, 72, device=device)
     bias[..., :20] = low
     bias[:, 1, :, 40] = 0.5

@@ -1,4 +1,7 @@
-"""What lanes send each other is contracted with no product: see `_partial` in the kernels of entmax over rows."""
+"""The compiler contracts no product with a value from another lane into a multiply-add.
+
+The reason is at `_partial` in the kernels of entmax over rows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ NUMBERS = ("n", "A", "C", "scale", "sxa", "sxc", "sxn", "soa", "soc", "son")
 
 
 def contracted(ptx: str) -> list[str]:
-    """Multiply-adds whose addend another lane sent."""
+    """Return the multiply-adds in the PTX of which the addend comes from a shuffle."""
     sent: set[str] = set()
     found = []
     for line in ptx.splitlines():
@@ -30,7 +33,7 @@ def contracted(ptx: str) -> list[str]:
 
 
 def compile_all() -> None:
-    """In a process of its own, where the interpreter is off."""
+    """Compile the kernels; this runs in a subprocess without the interpreter."""
     import torch
 
     from sparse_inductor.kernels.entmax import rows as entmax

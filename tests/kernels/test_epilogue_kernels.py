@@ -1,4 +1,4 @@
-"""The in-kernel evaluator agrees with `steps.dual`, its specification, in value and slope."""
+"""The kernels' evaluator of epilogues against its specification, `steps.dual`, in value and slope."""
 
 import math
 
@@ -13,7 +13,7 @@ from sparse_inductor.kernels.common import epilogue
 
 INF = math.inf
 
-# NumPy, under the interpreter, warns where a GPU silently makes inf and NaN, which is what is tested.
+# In the interpreter, NumPy warns where a GPU silently produces inf and NaN, which these tests need.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -28,7 +28,7 @@ def scalar_kernel(x_ptr, value_ptr, dual_ptr, slope_ptr, STEPS: tl.constexpr, N:
 
 
 def kernel_dual(program, x):
-    """(value, slope) of the kernel; asserts that `evaluate` and `dual` give the same value."""
+    """Return (value, slope) of the kernel, and assert that `evaluate` and `dual` give the same value."""
     n = max(128, triton.next_power_of_2(x.numel()))
     padded = torch.nn.functional.pad(x, (0, n - x.numel()), value=0.5)
     value, again, slope = (torch.full_like(padded, math.nan) for _ in range(3))
@@ -37,8 +37,8 @@ def kernel_dual(program, x):
     return value[: x.numel()], slope[: x.numel()]
 
 
-# One or more settings of every scalar step, with the interval its random points are drawn from. Steps of a function in
-# FUNCTIONS that are not listed are added with its defaults.
+# One or more settings of every scalar step, with the interval of its random points. Steps of functions in FUNCTIONS
+# that are missing here are added with their defaults.
 CASES = [
     (Step("add", (0.3,)), -5, 5),
     (Step("mul", (-1.7,)), -5, 5),
@@ -88,9 +88,12 @@ CASES += [
 
 
 def assert_close(got, want, what):
-    """2e-6 relative (pow by exp and log: 1e-5), and 1e-6 absolute where a slope cancels (1 - tanh^2)."""
+    """Compare with relative tolerance 2e-6 (1e-5 for pow, which uses exp and log).
+
+    Slopes have an absolute tolerance of 1e-6, because they may cancel, as in 1 - tanh^2.
+    """
     rtol, atol = (1e-5 if "pow" in what else 2e-6), (1e-6 if "slope" in what else 1e-30)
-    want32 = want.float()  # what fp32 overflows is inf
+    want32 = want.float()  # values that overflow in fp32 become inf
     torch.testing.assert_close(
         got.cpu(), want32, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}"
     )
@@ -105,7 +108,7 @@ def test_value_and_slope_at_random_points(device, step, low, high):
     torch.manual_seed(0)
     step = Step(step.fn, tuple(torch.tensor(c).item() for c in step.consts))  # rounded as in fp32
     x = torch.rand(500) * (high - low) + low
-    if low <= 0:  # the neighbourhood of 0, where log1p and expm1 lose digits if done plainly
+    if low <= 0:  # near 0, where naive implementations of log1p and expm1 lose digits
         signs = 1.0 if low == 0 else torch.tensor([-1.0, 1.0]).repeat(50)
         x = torch.cat([x, 10.0 ** (-8 * torch.rand(100)) * signs])
     value, slope = kernel_dual((step,), x.to(device))
@@ -116,16 +119,16 @@ def test_value_and_slope_at_random_points(device, step, low, high):
 
 @pytest.mark.parametrize("step", [c[0] for c in CASES], ids=str)
 def test_boundary_points(device, step):
-    """Constants themselves, signed zeros, infinities and NaN behave as in PyTorch at fp32."""
+    """The constants themselves, signed zeros, infinities and NaN behave as in PyTorch in fp32."""
     x = torch.tensor([0.0, -0.0, INF, -INF, math.nan, 1.0, -1.0, *step.consts])
     if step.fn == "pow":
-        # C says (-inf) ** 0.5 = inf; NaN here, as for every other negative base. And -0.0 differs
-        # from 0.0 only in the sign of an infinity.
+        # (-inf) ** 0.5 is inf in C, but NaN here, as for every other negative base. The base -0.0
+        # differs from 0.0 only in the sign of an infinity.
         x = x[(x != -INF) & ~((x == 0) & x.signbit())]
     value, slope = kernel_dual((step,), x.to(device))
     want_value, want_slope = dual((step,), x)
     if step.fn == "pow" and step.consts[0] == 0.0:
-        want_slope = torch.zeros_like(want_slope)  # as autograd; `dual` says 0 * inf at 0
+        want_slope = torch.zeros_like(want_slope)  # as in autograd; `dual` computes 0 * inf at 0
     # In fp32 the reference itself is off by an ulp or two of exp and log.
     torch.testing.assert_close(value.cpu(), want_value, rtol=2e-6, atol=1e-7, equal_nan=True)
     torch.testing.assert_close(slope.cpu(), want_slope, rtol=2e-6, atol=1e-7, equal_nan=True)
@@ -180,7 +183,7 @@ ROW_PROGRAM = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -1.5) | r
 
 
 def row_operands(B, S):
-    """A mask, one row for all sequences, and one whose sequences lie side by side."""
+    """Return a mask, one row for all sequences, and a row operand [B, S] with transposed strides."""
     mask = torch.rand(B, S) > 0.3
     return [mask, torch.randn(S).expand(B, S), torch.randn(S, B).bfloat16().t()]
 

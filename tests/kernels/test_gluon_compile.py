@@ -1,5 +1,7 @@
-"""The feed-forward block's kernels in Gluon compile for a Hopper GPU, on a machine that has none: the interpreter does
-not run them, and Gluon's names change from one version to the next."""
+"""Kernels in Gluon compile for a Hopper GPU, on a machine that need not have one.
+
+The interpreter cannot run them, and Gluon's names change between versions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from compiling import compiled, run_compiled
 
 
 def compile_all() -> None:
-    """In a process of its own, where the interpreter is off."""
+    """Compile the kernels; this runs in a subprocess without the interpreter."""
     import torch
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -70,7 +72,7 @@ def compile_all() -> None:
 
 
 def compile_popular() -> None:
-    """The Triton kernels that only Hopper's path launches, as for a gated block of 5,632 neurons."""
+    """Compile the Triton kernels that only the Hopper path launches, for a gated block of 5,632 neurons."""
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels.common.epilogue import encode
     from sparse_inductor.kernels.relu_ffn import popular

@@ -1,4 +1,4 @@
-"""Launches: a kernel compiled for some arguments is launched again where its code fits the new ones, and only there."""
+"""Launches: a compiled kernel is reused if and only if its code fits the new arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparse_inductor.kernels.common.launch import launch
 
 
 class Kernel:
-    """Stands for a Triton kernel: counts what is compiled and keeps what is launched."""
+    """A fake Triton kernel that counts compilations and records launches."""
 
     def __init__(self, compiles: bool = True) -> None:
         self.compiled, self.compiles = 0, compiles
@@ -169,7 +169,7 @@ def test_constants_of_a_decorated_kernel_come_last():
 
 
 def test_constants_are_not_taken_for_arguments():
-    """Another width would be launched with the code for the first."""
+    """Otherwise another width would be launched with the code for the first one."""
     kernel = with_parameters(x=False, D=True, n=False, BLOCK=True)
     with pytest.raises(TypeError, match="'D'"):
         launch(kernel, (1,), (X, 768, 48), CONSTANTS, 4)
@@ -179,7 +179,7 @@ def test_constants_are_not_taken_for_arguments():
 
 
 def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
-    """Triton compiles calls of plain kernels only, and here the interpreter would not tell."""
+    """Triton compiles calls of undecorated kernels only, and the interpreter would not detect other calls."""
     sources = {p: p.read_text() for p in Path(module.__file__).parents[1].rglob("*.py")}
     everything = "\n".join(sources.values())
     decorated = [
@@ -199,7 +199,7 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
 
 
 def test_each_thread_gets_the_launcher_that_it_loads(monkeypatch):
-    """Triton 3.6 gives launchers one name, of which Python keeps one module."""
+    """Triton 3.6 gives all launchers the same module name, and Python keeps one module per name."""
     from triton.runtime import build
 
     kept = types.ModuleType("launcher")
@@ -218,7 +218,7 @@ def test_each_thread_gets_the_launcher_that_it_loads(monkeypatch):
 
 
 class Job(NamedTuple):
-    """Stands for a kernel to compile: `compiled` is what compiles it."""
+    """A fake compilation job; `compiled` is the function that compiles."""
 
     key: str
     kernel: Any
@@ -231,7 +231,8 @@ def results(jobs: list[Job]) -> list[Any]:
 
 
 def test_the_compiler_is_hashed_before_threads_compile(monkeypatch):
-    """In a thread beside one that traces a graph it takes ten times as long: it waits for the GIL after each read."""
+    """In a thread beside one that traces a graph, hashing takes ten times as long: it waits for the GIL after each
+    read."""
     hashed = []
     monkeypatch.setattr(
         "torch.utils._triton.triton_hash_with_backend", lambda: hashed.append(threading.get_ident())
@@ -255,7 +256,10 @@ def test_kernels_with_long_passes_are_compiled_first(monkeypatch):
 
 @pytest.fixture
 def building(monkeypatch):
-    """Has Triton's part in Python only note how many threads are in it; gives these numbers."""
+    """Replaces Triton's generation of IR by a function that records the number of threads in it.
+
+    Yields the list of these numbers.
+    """
     from triton.compiler import code_generator
 
     inside: list[int] = []
@@ -287,12 +291,12 @@ def test_threads_build_one_ir_at_a_time_and_go_through_passes_together(building)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(compiles, range(4)))
     assert building == [1, 1, 1, 1]
-    code_generator.ast_to_ttir()  # without a turn, as for a kernel that nothing compiles ahead
+    code_generator.ast_to_ttir()  # without a turn, as for a kernel that is not compiled ahead
     assert not turn.locked()
 
 
 def test_a_turn_ends_where_no_ir_is_built(building):
-    """A kernel is found on disk, or fails before."""
+    """This happens if the kernel is found on disk or fails earlier."""
     turn = threading.Lock()
     with triton_parts.alone_until_ir(turn):
         assert turn.locked()
@@ -339,12 +343,12 @@ assert keys(functions) == keys(reversed(functions))
 
 
 def test_a_kernel_has_one_cache_key_whatever_was_compiled_before():
-    """Triton 3.6 gave it others: a new process compiled again what another had."""
+    """In Triton 3.6 it depended on earlier compilations, so that a new process missed the cache of another one."""
     python("-c", KEYS, without=["TRITON_INTERPRET"])
 
 
 def test_who_needs_a_kernel_waits_for_what_compiles_it(monkeypatch):
-    """A first launch, and what compiles all that a call launches: neither compiles it a second time meanwhile."""
+    """Neither a first launch nor a second request in the background compiles it again in the meantime."""
     monkeypatch.setattr(module, "_under_way", {})
     done: list[str] = []
 
@@ -378,7 +382,7 @@ def test_what_fails_in_the_background_fails_where_it_is_launched(monkeypatch):
 
 
 def test_every_kernel_goes_through_launch():
-    """One that did not would run where launches are only looked at, to compile their kernels."""
+    """Otherwise it would run when a call with fake tensors only collects the launches to compile their kernels."""
     sources = [p.read_text() for p in Path(module.__file__).parents[1].rglob("*.py")]
     everything = "\n".join(sources)
     for text in sources:

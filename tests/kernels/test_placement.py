@@ -1,4 +1,4 @@
-"""Places in one allocation: tensors share memory only if their lifetimes are disjoint."""
+"""Placement of tensors in one allocation: they share memory only if their lifetimes are disjoint."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def test_what_is_used_at_the_same_time_shares_nothing(tensors):
 
 
 def test_a_chain_takes_two_places():
-    """Each step reads the tensor of the step before."""
+    """Each step reads the tensor that the previous step wrote."""
     offsets, total = of([(32, 0, (n, n + 1)) for n in range(8)])
     assert offsets == [0, 32] * 4 and total == 64
 
 
 def test_the_largest_is_placed_first():
-    """One that is used all the time does not keep two large ones from sharing."""
+    """A small tensor that is always in use does not prevent two large ones from sharing memory."""
     assert of([(16, 0, (0, 9)), (64, 0, (0, 2)), (64, 0, (5, 9))]) == ([64, 0, 0], 80)
 
 
 def test_what_a_kernel_that_starts_early_writes_to_is_in_use_during_the_step_before():
-    """A chain as above takes a third place."""
+    """The chain of `test_a_chain_takes_two_places` then takes three places."""
     for early, places in ((False, 2), (True, 3)):
         kernel = KernelLaunch(None, (1, 1, 1), 32, 0, 1, False, early)
         steps = [Launch(kernel, [Address(n, 0), Address(n + 1, 0)]) for n in range(8)]

@@ -22,7 +22,7 @@ CAP = 16
 
 @pytest.fixture(autouse=True)
 def packed_rows_pay(monkeypatch):
-    """At these sizes too, so that both paths are taken."""
+    """Lets rows be packed at these small sizes too, so that both paths run."""
     monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(kernel, "FEW", 0)
 
@@ -30,7 +30,7 @@ def packed_rows_pay(monkeypatch):
 def make(
     M, K=40, N=72, D=24, *, gated=True, bias=True, steps="relu", up_steps="", share=0.1, seed=0
 ):
-    """Tokens and a block of which about `share` of the neurons are active."""
+    """Return tokens and a block in which about `share` of the neurons are active."""
     torch.manual_seed(seed)
     draw = lambda *s: torch.randn(*s, device=DEVICE)
     shift = torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
@@ -95,7 +95,7 @@ def test_forward_agrees_with_aten(shape, gated):
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.5, 1.0])
 def test_every_density_is_exact(share):
-    """From no active neuron to all of them: packed rows, overflow rows, and both at once."""
+    """From no active neuron to all of them: packed rows, overflow rows, and both."""
     check_forward(*make(16, share=min(max(share, 1e-6), 1 - 1e-6)))
 
 
@@ -163,7 +163,10 @@ def test_a_residual(M, stats):
     ],
 )
 def test_rows_follow_their_dot_products(monkeypatch, share, train, pay):
-    """What is waited for is what is told, where rows are short, long, heavy, or all dense though they are packed."""
+    """The dot products signal each row, and its entries, as the weighted rows expect.
+
+    Rows are short, long, heavy, or all computed densely although they were packed.
+    """
     if not pay:
         monkeypatch.setattr(packer, "DENSE_ROW", 1 / 105)
     x, b = make(40, share=share)
@@ -195,7 +198,7 @@ def test_rows_too_few_to_pack(monkeypatch, gated, few, most):
     monkeypatch.setattr(kernel, few, most)
     monkeypatch.setattr(packer, "pack", None)
     check_forward(*make(50, gated=gated), stats=False, train=False)
-    with pytest.raises(TypeError):  # one more, and rows are packed
+    with pytest.raises(TypeError):  # with one more row, rows are packed
         check_forward(*make(51, gated=gated), stats=False, train=False)
 
 
@@ -222,7 +225,7 @@ def check_backward(x, b, stats=True, needs=(True,) * 8, column_major=(False,) * 
         if g is not None:
             torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4, msg=name)
             assert g.stride() == w.stride(), name
-    if x.is_cuda:  # under the interpreter programs run one after another
+    if x.is_cuda:  # in the interpreter, programs run sequentially and thus repeatably
         again = backward_kernel.backward(*call)
         assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
 
@@ -243,7 +246,7 @@ def test_backward_at_every_density(share):
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_weights_that_lie_by_columns(share):
-    """As in x @ W. Half the neurons active: rows overflow."""
+    """Weights are column-major, as in x @ W. With half of the neurons active, rows overflow."""
     x, b = make(9, gated=share < 0.5, share=share)
     weights = {n: getattr(b, n) for n in ("gate", "up", "down") if getattr(b, n) is not None}
     b = dataclasses.replace(b, **{n: w.t().contiguous().t() for n, w in weights.items()})
@@ -254,7 +257,7 @@ def test_weights_that_lie_by_columns(share):
 @pytest.mark.parametrize("share", [0.05, heavy(0.5)])
 @pytest.mark.parametrize("few", [0, 50])
 def test_thresholds_of_the_neurons(monkeypatch, share, few):
-    """Packed rows, rows that overflow, rows too few to pack."""
+    """Thresholds per neuron work for packed rows, rows that overflow, and few rows, which are not packed."""
     monkeypatch.setattr(kernel, "FEW", few)
     x, b = make(9, gated=False, share=share, steps="mul(2.0)")
     b = dataclasses.replace(b, thresholds=torch.linspace(-0.2, 0.4, 72, device=DEVICE))
@@ -290,7 +293,7 @@ def test_only_what_is_needed():
 @pytest.mark.parametrize("of_x", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 def test_backward_in_pieces(monkeypatch, gated, of_x):
-    """The dense gradients of overflow rows by 128 neurons, gradients that lie by columns by 64."""
+    """Dense gradients of overflow rows are computed for 128 neurons at a time, column-major gradients for 64."""
     monkeypatch.setattr(backward_kernel, "CHUNK", 140 * 128)
     monkeypatch.setattr(columns, "BUFFER", 1)
     x, b = make(140, N=300, gated=gated, share=0.05)
@@ -301,12 +304,12 @@ def test_backward_in_pieces(monkeypatch, gated, of_x):
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("room", [1 << 20, 1200])
 def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train, room):
-    """They are taken by slices of 16 columns, the last of 8; with less room, two of them at a time."""
+    """They are processed in slices of 16 columns, the last of 8; with less room, two slices at a time."""
     monkeypatch.setattr(gather, "RESIDENT", 1)
     monkeypatch.setattr(gather, "NARROWEST", 16)
     monkeypatch.setattr(dots, "SLICE_SUMS", room)
     x, b = make(9, N=600, share=0.02)
     assert dots._slices(b.gate)[:2] == (3, 16)
     assert (room // (4 * 9 * CAP) < 3) == (room == 1200)
-    x[5] *= 3.0  # several pieces
+    x[5] *= 3.0  # this row has several pieces
     check_forward(x, b, stats=False, train=train)

@@ -1,4 +1,4 @@
-"""Packing of the active neurons, by the projection itself and by Hopper's bitmask."""
+"""Packing of the active neurons, from the gate projection itself and from the bitmask of the Hopper kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import heavy
 
 
 def gates(M: int, N: int, share: float, device: str) -> torch.Tensor:
-    """A random gate projection in fp16: some rows have too many active neurons, one none, one a NaN."""
+    """Return a random gate projection in fp16: some rows have too many active neurons, one none, one a NaN."""
     torch.manual_seed(0)
     gate = torch.randn(M, N, device=device)
     gate -= torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
@@ -23,7 +23,7 @@ def gates(M: int, N: int, share: float, device: str) -> torch.Tensor:
 
 
 def check(gate, bitmask, cap):
-    """Everything that `pack` writes."""
+    """Check everything that `pack` writes."""
     M, N = gate.shape
     made = lambda *s, dtype=torch.int32: torch.full(s, 99, dtype=dtype, device=gate.device)
     count, overflow = made(M), made(M)
@@ -65,7 +65,7 @@ SIZES = [
     (20, 600, 16, 0.015),
     heavy(9, 600, 32, 0.03),
     heavy(9, 8904, 2200, 0.2),
-    heavy(60, 5632, 30, 0.003),  # packed rows pay
+    heavy(60, 5632, 30, 0.003),  # packed rows are faster
 ]
 LARGE = [
     (2000, 5632, 187, 0.01),
@@ -90,7 +90,7 @@ def test_rows_are_packed(M, N, cap, share, by_bitmask, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("M", [1000, 5000])
 def test_bitmask_of_a_product(dtype, M):
-    """What the gate projection's bitmask says is packed; the product clears the state."""
+    """Neurons that are set in the product's bitmask are packed, and the product clears the state."""
     torch.manual_seed(0)
     x, w = (torch.randn(n, 512, device="cuda").to(dtype) for n in (M, 1408))
     state, _ = packer.new_state(x.device)

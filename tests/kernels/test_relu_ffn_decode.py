@@ -1,4 +1,4 @@
-"""A token's down projection by words of neurons, run on a CPU and on a GPU."""
+"""The down projection of one token by words of neurons, run on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARPS = 8
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_outputs_of_a_block(kind, groups, rows, share, word, order):
-    """Where the hidden activation is zero, of either sign, what is there counts for nothing: NaN and inf."""
+    """Weights are ignored where the hidden activation is 0.0 or -0.0, even if they are NaN or inf."""
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     torch.manual_seed(0)
     h = torch.randn(groups * decode.GROUP) * (torch.rand(groups * decode.GROUP) < share)
@@ -48,7 +48,7 @@ def test_outputs_of_a_block(kind, groups, rows, share, word, order):
     [(256, 1000, 100, 0.05), (2048, 5632, 2048, 0.01), (512, 28672, 515, 0.5), (64, 8, 8, 0.9)],
 )
 def test_by_words_and_by_lists(monkeypatch, K, N, D, share, extras, dtype):
-    """Both kernels weigh the same neurons; what is not active has weights that are not finite."""
+    """Both kernels use the active neurons only: the weights of the others are NaN."""
     torch.manual_seed(0)
     x = torch.randn(1, K, device="cuda", dtype=dtype)
     h = torch.randn(1, N, device="cuda", dtype=dtype) * (torch.rand(1, N, device="cuda") < share)

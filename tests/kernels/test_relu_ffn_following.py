@@ -1,5 +1,5 @@
-"""Weighted rows that follow the dot products row by row, and gates that are read where the product left them: the
-numbers are those of kernels that wait for each other, and of gates that are packed."""
+"""Two variants of the kernels have the results of the plain ones: weighted rows that follow the dot products row by row
+instead of waiting for their kernel, and gates that are read from the product instead of a packed copy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
     want = of_a_step(x, w, dy)
     for got in found:
         assert all(map(torch.equal, got, found[0]))
-    # Two programs: the compiler may add products in another order.
+    # The two variants are different programs, in which the compiler may add products in another order.
     for a, b in zip(found[0], want, strict=True):
         off = (a - b).float().norm(dim=1)
         assert (off <= 4 * torch.finfo(dtype).eps * b.float().norm(dim=1)).all()
@@ -59,7 +59,7 @@ def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
 @pytest.mark.parametrize("share", [0.005, 0.03])
 @pytest.mark.parametrize("M", [1500, 4500, 12000])
 def test_gates_that_are_not_packed(M, share):
-    """Inference reads them where the product left them, a training step from their packed form."""
+    """Inference reads gates from the product, a training step from their packed form."""
     w = block(1408, 512, 640, share)
     x = tokens(M, 512, True)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The feed-forward block's products on a Hopper GPU: numbers, the bitmask, and the boundary of what is active."""
+"""The feed-forward block's products on a Hopper GPU: results, the bitmask, and the threshold of active neurons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_stages_fit_beside_what_is_written(columns):
 
 
 def bitmask_of(gate, threshold):
-    """The bits that `relu_ffn_hopper` writes beside the gate projection."""
+    """Return the bitmask that the Hopper product writes beside the gate projection."""
     M, N = gate.shape
     tiles = -(-N // 256)
     active = torch.zeros(M, 256 * tiles, dtype=torch.bool, device=gate.device)
@@ -55,7 +55,7 @@ PRODUCTS = [
     (128, 64, 256),
     (1001, 200, 1000),
     (300, 4616, 512),
-    (1481, 128, 5512),  # two tiles a program
+    (1481, 128, 5512),  # two tiles per program
     (4100, 1096, 2040),
     (5000, 512, 1408),
     (2048, 512, 5632),
@@ -115,7 +115,7 @@ def test_marked_product_by_thresholds_of_neurons(dtype, k_major, M, K, N):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("share", [0.5, 0.005])
 def test_statistics(share, gated, steps, train):
-    """Of dense rows only, and of sparse ones and some overflow rows."""
+    """With dense rows only, and with sparse rows and some overflow rows."""
     torch.manual_seed(0)
     M, K, N, D = 1800, 512, 5632, 384
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)

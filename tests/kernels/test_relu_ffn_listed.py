@@ -1,4 +1,4 @@
-"""Tile products of listed rows, beside the same of all rows."""
+"""Tiled products of listed rows, against the same products of all rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(request, device):
 
 
 def listing(M, n, device):
-    """n of M rows, in no order unless they are all, and a list of them."""
+    """Return n of M rows, in random order unless n = M, and a `Listed` with them."""
     order = torch.arange(M) if n == M else torch.randperm(M)
     rows = order.to(device, torch.int32)
     length = torch.zeros(1 + ARRIVALS, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Popular neurons: which they are, and what they add to the block and its gradients."""
+"""Popular neurons, those active for the most tokens: their choice, and their part of the block and its gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparse_inductor.ops import _relu_ffn_aten as aten
 
 
 def choose(active: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(popular neurons, the bitmask without them)."""
+    """Return (popular neurons, the bitmask without them)."""
     bitmask = bitmask_of(active.float(), 0.0)
     found = torch.full((number,), -1, dtype=torch.int64, device=active.device)
     totals = bitmask.new_zeros(bitmask.shape[1], 32)
@@ -97,7 +97,7 @@ def test_what_they_add(gated, steps):
 
 @pytest.fixture
 def bitmasks(monkeypatch):
-    """Hopper's product and its packing, made of ATen's operations and the portable packing."""
+    """Replaces the Hopper product by ATen operations that give the same bitmask; packing is the portable one."""
 
     def product(x, weight, bias, threshold, state, room=False, thresholds=None):
         state.zero_()
@@ -117,7 +117,7 @@ def bitmasks(monkeypatch):
     ("gated", "bias", "chunk"), [(True, True, 300 * 128), (False, False, 1 << 30)]
 )
 def test_a_block_with_popular_neurons(gated, bias, chunk, monkeypatch):
-    """The whole block and all of its gradients: some rows overflow, and calls may be made in pieces."""
+    """The whole block and all of its gradients: some rows overflow, and one case is computed in chunks of rows."""
     monkeypatch.setattr(forward, "CHUNK", chunk)
     x, b = make(140, N=300, gated=gated, bias=bias, share=0.06)
     if not bias:

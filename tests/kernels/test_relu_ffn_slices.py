@@ -1,4 +1,4 @@
-"""Tables that do not stay in L2 are taken by slices of columns: as close to the truth as tables that do."""
+"""Tables that do not fit L2 are processed in slices of columns, with the same accuracy as tables that fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Calls that are made again from what an earlier one allocated and launched: with the new tensors' values, and only
-where nothing else happened on the way."""
+"""Replay: a call repeats the recorded allocations and launches of an earlier one with its own tensors.
+
+This happens only if the recorded call did nothing else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from sparse_inductor.kernels.common.launch import launch
 
 
 class Kernel:
-    """Stands for a Triton kernel: `body` gets addresses and numbers, here of the CPU's memory."""
+    """A fake Triton kernel that runs `body` with addresses in CPU memory and numbers."""
 
     def __init__(self, body) -> None:
         self.body, self.launched = body, 0
@@ -66,7 +68,7 @@ def flat(a) -> list:
 
 
 class Compiled:
-    """Stands for a compiled kernel, which the driver knows by its function's number."""
+    """A fake compiled kernel; the fake driver finds it by the number of its function."""
 
     name = "a kernel"
     packed_metadata = None
@@ -87,7 +89,7 @@ class Compiled:
         Compiled.known[self.function] = self
 
     def types(self) -> list:
-        """Of its parameters, as the driver sees them."""
+        """Return the ctypes types of its parameters as the driver sees them."""
         found: list = []
         for kind in flat(tuple(self.src.signature.values())):
             if kind.startswith("tensordesc"):
@@ -120,7 +122,7 @@ Sizes = ctypes.POINTER(ctypes.c_size_t)
 
 
 class Driver:
-    """Stands for CUDA's: launches are calls of the kernels' bodies."""
+    """A fake CUDA driver: launches call the kernels' bodies."""
 
     def __init__(self) -> None:
         self.configs: list[Config] = []
@@ -186,7 +188,10 @@ def double(source: int, target: int, n: int, factor: int) -> None:
 
 
 def operator(kernel: Kernel, between=lambda t: t, end=lambda out: out):
-    """y = 4 x + 0 by two launches through scratch memory; how often it was planned is kept in `.planned`."""
+    """Return a replayed function that computes 4 x in two launches, with scratch memory between them.
+
+    `.planned` counts the runs of its Python code.
+    """
 
     def fn(x: Tensor, rows: list[Tensor], name: str):
         call.planned += 1
@@ -210,7 +215,7 @@ def draws(n: int = 6) -> list[Tensor]:
 
 
 def planned(call, n: int = 4, factor: int = 4) -> int:
-    """How often it is planned for `n` tensors, of each of which it makes `factor` times the tensor."""
+    """Call it with `n` tensors, check the results `factor * x`, and return how often its Python code ran."""
     before = call.planned
     for x in draws(n):
         torch.testing.assert_close(call(x, [], "a"), factor * x)
@@ -227,12 +232,12 @@ def test_the_third_call_is_replayed_with_its_own_values():
         kept.append((x, y))
     assert call.planned == 2
     assert kernel.launched == 12
-    for x, y in kept:  # no call wrote into another's result
+    for x, y in kept:  # no call overwrote the result of another one
         torch.testing.assert_close(y, 4 * x)
 
 
 def test_scratch_memory_is_shared_by_what_is_used_one_after_the_other():
-    """Seven launches read what the one in front of them wrote; the one after them reads the first tensor again."""
+    """Each of seven launches reads the previous one's result; a later launch reads the first tensor again."""
     kernel, freed = Kernel(double), []
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,9 +261,9 @@ def test_scratch_memory_is_shared_by_what_is_used_one_after_the_other():
         out, total = call(x)
         torch.testing.assert_close(out, 512 * x)
         torch.testing.assert_close(total, 4 * x)
-    assert freed == 2 * [False, *[True] * 6]  # while it is recorded, too
+    assert freed == 2 * [False, *[True] * 6]  # the recorded call frees tensors, too
     (plan,) = replay._plans.values()
-    # Three of nine tensors at a time; where addresses lie modulo a page may ask for more room.
+    # At most three of nine tensors are alive at a time. Preserving addresses modulo a page may need more room.
     assert 3 * x.nbytes <= plan._scratch < 6 * x.nbytes
 
 
@@ -342,7 +347,7 @@ def test_a_launch_on_another_stream_goes_its_usual_way(monkeypatch):
 
 
 def scaled_twice(factor: float):
-    """Between its two launches ATen multiplies the scratch memory, in place and out of place."""
+    """Return a replayed function in which ATen operators, in place and out of place, run between two launches."""
     kernel = Kernel(double)
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,7 +377,7 @@ def test_what_aten_computes_on_the_way_is_computed_again(autocast):
 
 
 def product_of(x: Tensor, w: Tensor, kind: str) -> Tensor:
-    """A product of x [4, 5] and w [6, 5]."""
+    """Return a product of x [4, 5] and w [6, 5]."""
     if kind == "mm":
         return x @ w.t()
     if kind == "mm, out":
@@ -452,7 +457,7 @@ def test_a_tensor_from_before_is_not_written_into_a_plan():
 
 
 def doubled(kernel: Kernel, part=lambda t: t):
-    """The second of two tensors, or a part of it, times 2."""
+    """Return a function that doubles the second of two tensors, or a part of it."""
 
     def fn(a, b):
         out = torch.empty_like(part(a))
@@ -463,7 +468,7 @@ def doubled(kernel: Kernel, part=lambda t: t):
 
 
 def test_inputs_that_share_a_storage_are_told_apart():
-    """Gate and up as halves of one weight in one call, and as two weights in the next."""
+    """For example, gate and up are halves of one weight in one call, and two weights in the next."""
 
     def add(a: int, b: int, out: int, n: int) -> None:
         for i in range(n):
@@ -483,7 +488,7 @@ def test_inputs_that_share_a_storage_are_told_apart():
     a, b = torch.randn(8), torch.randn(8)
     torch.testing.assert_close(call(a, b), a + b)
     same = torch.randn(8)
-    for _ in range(3):  # the same layout: replayed, with one tensor twice
+    for _ in range(3):  # the layout is the same, so the call is replayed with one tensor twice
         torch.testing.assert_close(call(same, same), 2 * same)
 
 
@@ -497,7 +502,8 @@ def test_one_tensor_given_twice_is_no_plan_for_two():
 
 
 def test_one_tensor_given_twice_is_replayed_where_it_is_again():
-    """As the weight of both projections: a part of it, which only its storage tells."""
+    """For example, one weight serves both projections. The kernel reads a part of it, so only its storage identifies
+    it."""
     kernel = Kernel(double)
     site = replay.Site(doubled(kernel, lambda t: t[8:]))
     for _ in range(4):
@@ -505,7 +511,7 @@ def test_one_tensor_given_twice_is_replayed_where_it_is_again():
         torch.testing.assert_close(site(same, same), 2 * same[8:])
     assert kernel.launched == 4 and site._plan is not None
     a, b = torch.randn(16), torch.randn(16)
-    torch.testing.assert_close(site(a, b), 2 * b[8:])  # two of them are no case of that plan
+    torch.testing.assert_close(site(a, b), 2 * b[8:])  # the plan does not apply to two tensors
     torch.testing.assert_close(site(same, same), 2 * same[8:])
 
 
@@ -545,7 +551,7 @@ def test_a_kernel_is_launched_as_triton_does(early, driver, monkeypatch):
     config = driver.configs[-1]
     assert (config.x, config.y, config.z, config.threads, config.shared) == (2, 1, 1, 128, 256)
     nothing = (0,) * 13
-    wanted = {4: (2, 1, 1, *nothing), 5: (1, 0, 0, *nothing)}  # clusters, spread over the GPU
+    wanted = {4: (2, 1, 1, *nothing), 5: (1, 0, 0, *nothing)}  # cluster size and scheduling
     assert driver.attributes == wanted | ({6: (1, 0, 0, *nothing)} if early else {})
 
 
@@ -575,14 +581,14 @@ def test_a_tensor_map_is_the_end_of_what_triton_makes(monkeypatch):
 
 
 class Elsewhere(Kernel):
-    """Launched past `CompiledKernel.run`."""
+    """A fake kernel with launches that bypass `CompiledKernel.run`."""
 
     def launch(self, compiled, grid, *args) -> None:
         compiled._run(*grid, 1, 1, 0, *(None,) * 5, *args)
 
 
 class Reordered(Kernel):
-    """Its launches get the function last of what comes before the arguments."""
+    """A fake kernel with launches that pass the function at another position, directly before the arguments."""
 
     def launch(self, compiled, grid, *args) -> None:
         compiled.run(*grid, 1, 1, 0, *(None,) * 4, compiled.function, *args)
@@ -649,7 +655,7 @@ def test_a_failing_call_leaves_no_plan():
 
 
 def test_a_call_holds_no_tensor_when_it_has_ended():
-    """Neither the one that is recorded nor any other: not even in a cycle that Python would find later."""
+    """Neither the recorded call nor a replay does, not even in a reference cycle that would be collected later."""
     call = operator(Kernel(double))
     call(*draws(1), [], "a")
     collects = gc.isenabled()

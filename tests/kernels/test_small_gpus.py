@@ -1,4 +1,4 @@
-"""Portable kernels fit into the shared memory of GPUs that have less than a Hopper GPU, which need not be there."""
+"""Portable kernels fit the shared memory of GPUs that have less than a Hopper GPU; the tests need no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = dict.fromkeys("gate_bias up_bias d_stats bias".split())
 
 
 def attention() -> None:
-    """Entmax attention, forward and backward, whose launches compile for an RTX 4090 and do no more."""
+    """Compile the launches of entmax attention, forward and backward, for an RTX 4090."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -55,7 +55,7 @@ def attention() -> None:
 
 
 def listed_rows() -> None:
-    """Rows of a feed-forward block with many active neurons."""
+    """Compile the kernels for rows of a feed-forward block with many active neurons."""
     from types import SimpleNamespace
 
     import torch

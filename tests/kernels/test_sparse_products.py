@@ -1,4 +1,4 @@
-"""The kernels of products with what is mostly zeros against dense products, in the interpreter (or on a GPU)."""
+"""The kernels of products with mostly-zero matrices against dense products, in the interpreter (or on a GPU)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pack(h, capacity):
     ],
 )
 def test_rows_that_fit_and_rows_that_do_not(M, N, D, dtype, fits, device):
-    """Rows of 8 % and of half the entries; one is zero, one column is in every other row."""
+    """Rows have 8 % or half of their entries. One row is zero, and one column has an entry in all others."""
     torch.manual_seed(0)
     share = torch.where(torch.arange(M) % 12 < fits, 0.5, 0.08).unsqueeze(1)
     h = torch.randn(M, N) * (torch.rand(M, N) < share)
@@ -55,7 +55,7 @@ def test_rows_that_fit_and_rows_that_do_not(M, N, D, dtype, fits, device):
 
 
 def test_the_pattern_with_kernels_agrees_with_what_is_written(device, monkeypatch):
-    """The gradient of the activations is that of the ReLU's input, entry by entry."""
+    """The program returns the activations, so the gradient of the ReLU's input is computed entry by entry."""
     monkeypatch.setattr(layers, "DEVICES", {"cpu", "cuda"})
     example = next(e for e in registered()["sparse_product"].examples if e.name == "returned")
     model, args = example.build()

@@ -1,6 +1,6 @@
-"""Every form of the scoring kernels in Triton compiles for a Hopper GPU, on a machine that has none.
+"""Every variant of the scoring kernels in Triton compiles for a Hopper GPU, on a machine that need not have one.
 
-The interpreter accepts what the compiler does not. Compiling needs a process in which it is off.
+The interpreter accepts code that the compiler rejects. Compilation needs a process without the interpreter.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EVERYTHING = (
     f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i64 *fp32 *i64 "
     "i32 i32 i32 i32"
 )
-# Numbers that are multiples of 16 in a search, as addresses are: vector loads change what a kernel needs.
+# Numbers that are multiples of 16 in a search, as addresses are. Vector loads change a kernel's resources.
 ROUND = ("L", "capacity")
 KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True, "PDL": True}
 
 
 def forms():
-    """(module, kernel, types of the arguments, constants, options) of everything that is launched."""
+    """Yield (module, kernel, types of the arguments, constants, options) for every variant that is launched."""
     warps, many = {"num_warps": 8}, {"num_warps": 8, "maxnreg": 64}
     for ranked, listed in ((0, False), (8192, True), (0, True)):
         const = {"CHUNK": 8192, "RANKED": ranked, "LISTED": listed, **SCORE}
@@ -88,10 +88,10 @@ def forms():
 
 
 def compile_all() -> None:
-    """In a process of its own."""
+    """Compile all variants; this runs in a subprocess without the interpreter."""
     for module, name, types, const, options in forms():
         found = importlib.import_module(f"sparse_inductor.kernels.sparse_scores.{module}")
-        kernel = getattr(found, name).kernel  # as it is without `relaunched`
+        kernel = getattr(found, name).kernel  # the kernel without the decorator `relaunched`
         kinds = dict(zip((a for a in kernel.arg_names if a not in const), types.split()))
         const = {**const, **{a: None for a, kind in kinds.items() if kind == "none"}}
         given = [kind for kind in kinds.values() if kind != "none"]

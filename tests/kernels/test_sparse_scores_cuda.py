@@ -1,4 +1,4 @@
-"""The scoring kernels in CUDA C++, run on a CPU, against sums of integers and of fp64."""
+"""The scoring kernels in CUDA C++, run on a CPU, against sums in integers and in fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ APART = accumulate.COUNTERS_APART
 
 
 def ordered(score):
-    """fp32 as integers that sort the same way."""
+    """Return integers that sort in the order of the fp32 scores."""
     bits = score.view(np.int32).astype(np.int64)
     return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -29,7 +29,10 @@ def ints(*values):
 
 
 def query_rows(g, B, L, vocabulary, longest):
-    """terms [B, L] and how many there are; the first of a row, `longs` of them, stand apart from the others."""
+    """Return terms [B, L], their counts [B], and `longs` [B].
+
+    A row begins with its `longs` terms of long posting lists and ends with the others; -1 fills the gap.
+    """
     counts = g.integers(longest // 2, longest + 1, B).astype(np.int32)
     longs = (counts // 3).astype(np.int32)
     terms = np.full((B, L), -1, np.int32)
@@ -43,12 +46,15 @@ def query_rows(g, B, L, vocabulary, longest):
     "listed, ranked, longest", [(0, 0, 40), (1, 0, 3), (1, 1024, 40), (1, 8192, 70)]
 )
 def test_a_chunk_is_scored_in_integers(listed, ranked, longest):
-    """Candidates are the documents that reach the threshold and are not deleted; a chunk of sampled ones makes it."""
+    """Candidates are the documents that reach the threshold and are not deleted.
+
+    With `ranked`, the kernel instead computes the threshold from a chunk of sampled documents.
+    """
     g, B, V, chunks, L = np.random.default_rng(longest), 2, 90, 2, 100
     lengths = g.integers(0, 30, (chunks, V))
     lengths[:, :9] = (g.random((chunks, 9)) * 1500).astype(
         int
-    )  # pieces of all sizes, and several of them
+    )  # posting lists with pieces of all sizes, and with several pieces
     offsets = np.concatenate([np.zeros((chunks, 1), int), lengths.cumsum(1)], 1).astype(np.int32)
     places = [np.concatenate([g.permutation(CHUNK)[:n] for n in row]) for row in lengths]
     bases = np.cumsum([0, *map(len, places)]).astype(np.int64)[:-1]
@@ -92,7 +98,7 @@ KINDS = {"float": np.float32, "unsigned short": np.float16, "unsigned char": np.
 
 
 def rescored(kind, V, lengths, longest, kept, parts=1, k=0, pdl=True, order=1, levels=0):
-    """What the kernel writes of one of two queries, (keys, scores, ids, left), and keys that are right."""
+    """Run the kernel for two queries; return its results for the second, (keys, scores, ids, left), and exact keys."""
     g, n, B, room = np.random.default_rng(len(kept)), len(lengths), 2, 2048
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     terms = [np.sort(g.permutation(V)[:length]) for length in lengths]
@@ -147,13 +153,20 @@ def rescored(kind, V, lengths, longest, kept, parts=1, k=0, pdl=True, order=1, l
 @pytest.mark.parametrize(
     "kind, vocabulary, longest, query_terms, count, parts",
     [
-        ("float", 30522, 250, 46, 50, 1),  # as the collections of the benchmarks
-        ("float", 60000, 700, 100, 20, 1),  # rows that go on; terms of 16 bits
-        ("unsigned short", 600, 500, 200, 80, 2),  # more passes than a list has room for
+        ("float", 30522, 250, 46, 50, 1),  # like the collections of the benchmarks
+        ("float", 60000, 700, 100, 20, 1),  # rows that need further reads; terms use all 16 bits
+        (
+            "unsigned short",
+            600,
+            500,
+            200,
+            80,
+            2,
+        ),  # more entries pass the filter than a list has room for
         ("unsigned char", 600, 250, 50, 35, 1),
-        ("float", 250, 250, 240, 70, 1),  # nearly all of a row, and a second lot of rows
+        ("float", 250, 250, 240, 70, 1),  # nearly all entries pass, and rows need a second round
         ("float", 30522, 4, 400, 9, 1),  # empty rows
-        ("unsigned char", 600, 9, 30, 900, 1),  # more rows than are looked up at once
+        ("unsigned char", 600, 9, 30, 900, 1),  # more rows than one look-up handles
         ("float", 600, 100, 60, 700, 1),  # a list that is full before its last turn
         ("unsigned short", 5000, 200, 3000, 60, 2),  # no filter
     ],
@@ -171,8 +184,10 @@ def test_rescoring_is_exact(kind, vocabulary, longest, query_terms, count, parts
 @pytest.mark.parametrize("levels", [0, 8])
 @pytest.mark.parametrize("n, k", [(1003, 1000), (1024, 1024), (300, 7), (1100, 1000), (150, 200)])
 def test_the_best_are_written_at_their_ranks(n, k, levels):
-    """Scores of both signs; with few `levels`, hundreds are equal, and lower documents go first. Where too few are
-    kept, or more than a block ranks, the query is left to others."""
+    """Scores have both signs. With few `levels`, hundreds are equal, and ties go to lower documents.
+
+    If fewer than k documents are kept, or more than a block can rank, another kernel has to answer the query.
+    """
     g = np.random.default_rng(n)
     lengths = g.integers(0, 24, 2000)
     (keys, scores, ids, left), want = rescored(

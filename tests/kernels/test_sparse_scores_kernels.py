@@ -29,22 +29,25 @@ V = 60
 
 @pytest.fixture(autouse=True)
 def kernels_search(monkeypatch):
-    """A search launches its kernels in the interpreter, too; what runs on a CPU otherwise is ATen."""
+    """A search launches its kernels in the interpreter, too; normally a search on the CPU uses ATen."""
     monkeypatch.setattr(search, "launches", lambda query: True)
 
 
 @pytest.fixture
 def small_chunks(monkeypatch, device):
-    """Chunks of 256 documents, so that a small collection has many; the bits of a posting stay as they are."""
+    """Chunks of 256 documents, so that a small collection has several."""
     if device.type == "cuda":
-        return  # the shared-memory kernel's array has a size of its own
+        return  # the shared-memory kernel has an array of fixed size
     monkeypatch.setattr(search, "CHUNK_DOCS", CHUNK)
     monkeypatch.setattr(search, "CHUNK_BITS", CHUNK.bit_length() - 1)
 
 
 @pytest.fixture(params=["by itself", heavy("behind the scoring of everything")])
 def sorting(request, monkeypatch):
-    """Where answers are sorted that rescoring leaves: all, where it does not write any."""
+    """Where answers are sorted that rescoring did not write: in their own kernel, or in the kernel that scores all.
+
+    In the latter case rescoring writes none of them.
+    """
     if request.param != "by itself":
         monkeypatch.setattr(search, "_ranks", lambda filtered, parts, k: True)
         monkeypatch.setattr(search, "sort_kernel", None)
@@ -81,7 +84,7 @@ def dense_of(parts):
 
 
 def run(parts, q, k, deleted, device, **options):
-    """A search, and how many queries it had to answer by scoring everything."""
+    """Search, and return the results and the number of queries that were answered by scoring all documents."""
     packed = search.pack(parts, V)
     made, new = [], search._Scratch.of
     search._Scratch.of = staticmethod(lambda *sizes: made.append(new(*sizes)) or made[-1])
@@ -93,7 +96,10 @@ def run(parts, q, k, deleted, device, **options):
 
 
 def searched(parts, q, k, device, deleted=(), **options):
-    """How many queries a search had to answer by scoring everything; it finds the best of what is kept."""
+    """Check that a search finds the best documents that are not deleted.
+
+    Return the number of queries that were answered by scoring all documents.
+    """
     gone = torch.zeros(sum(s.count for s in parts), dtype=torch.bool, device=device)
     gone[list(deleted)] = True
     (scores, ids), scored_all = run(parts, q, k, gone, device, **options)
@@ -134,7 +140,7 @@ def test_out_of_range_terms_count_nothing(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n, k", [(1, 1), (64, 64), (150, 7)])
 def test_the_best_are_the_first_of_a_stable_sort(n, k, dtype, device):
-    """Of ties, both zeros, infinities and NaN, in rows and in columns."""
+    """The scores have ties, both zeros, infinities and NaN, and are stored by rows or by columns."""
     g = torch.Generator().manual_seed(n)
     scores = (torch.randn(3, n, generator=g) * 4).round().to(dtype)
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), -float("nan")])
@@ -158,7 +164,7 @@ def test_the_best_are_the_first_of_a_stable_sort(n, k, dtype, device):
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_best_of_a_few_documents_for_a_few_queries_take_two_launches(batch, monkeypatch):
-    """And nothing of ATen: each call would cost a replay as much as a launch."""
+    """They use no ATen operator, because each would cost a replay as much as a launch."""
     launched = []
 
     class Kernel:
@@ -176,7 +182,7 @@ def test_the_best_of_a_few_documents_for_a_few_queries_take_two_launches(batch, 
     q = torch.rand(batch, V)
     with Watch():
         ((_, scores),) = documents.blocks(q, ids, values, None, None, 256, torch.float32)
-        assert scores.stride() == (256, 1)  # what the operator returns
+        assert scores.stride() == (256, 1)  # as the operator returns them
         assert launched == [(16, batch)]
         launched.clear()
         found, which = best_documents.search(q, ids, values, None, None, 256, 10, torch.float32)
@@ -204,7 +210,7 @@ def test_packing_keeps_every_posting(small_chunks, device):
 
 @pytest.mark.parametrize("larger", [False, True])
 def test_packing_more_is_packing_all(larger, small_chunks, device):
-    """Appending keeps the chunks there are, unless a larger weight changes the fractions."""
+    """Appending keeps the existing chunks, unless a larger weight changes the scale of the integer weights."""
     dense = collection(1500)
     if larger:
         dense[1400] *= 3
@@ -218,7 +224,7 @@ def test_packing_more_is_packing_all(larger, small_chunks, device):
 @pytest.mark.parametrize("negative", [heavy(False), True])
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_search_is_exact(precision, negative, device):
-    """Chunks as they are on a GPU; deleted documents; weights of every precision and sign."""
+    """Chunks have their size on a GPU, some documents are deleted, and weights have every precision and sign."""
     parts = segments(collection(20000, negative=negative), precision, device, size=9000)
     shared = None if device.type == "cuda" else False
     scored_all = searched(parts, queries(), 20, device, range(5, 50), shared=shared)
@@ -234,7 +240,7 @@ def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(
 
 
 def test_queries_without_enough_matches_ties_and_no_terms(device, sorting):
-    """Fewer documents match than are wanted; thousands of equal scores; an empty query; NaN."""
+    """One query has thousands of equal scores, one has fewer matches than results, one is empty, one has a NaN."""
     dense = torch.zeros(8400, V)
     dense[:, 0] = 1.0
     dense[::1000, 1] = 1.0
@@ -249,7 +255,7 @@ def test_queries_without_enough_matches_ties_and_no_terms(device, sorting):
 
 
 def test_a_collection_ordered_by_topic_is_sampled_fairly(device):
-    """Documents of one topic lie together, and a query asks for one topic."""
+    """Documents of one topic are adjacent, and a query asks for one topic."""
     g = torch.Generator().manual_seed(5)
     topic = torch.arange(20000) // 2000
     dense = torch.rand(20000, V, generator=g) * (torch.rand(20000, V, generator=g) < 0.05)
@@ -279,7 +285,7 @@ def test_a_small_collection_and_too_many_results(device):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_lists_of_several_processes_are_merged(world, device):
-    """Equal scores across processes, lists that are not full, a query that is not finite."""
+    """Lists have equal scores across processes, some are not full, and one query is not finite."""
     g = torch.Generator().manual_seed(2)
     B, k, there = 4, 37, 30
     scores = torch.randint(-3, 4, (world, B, there), generator=g).float() / 2
@@ -288,7 +294,7 @@ def test_lists_of_several_processes_are_merged(world, device):
     scores[:, 3, :], ids[:, 3, :] = float("nan"), -1
     if world == 1:
         k = there
-    else:  # the second process has fewer documents than are asked for
+    else:  # the second process has fewer than k documents
         scores[1, :3, 12:], ids[1, :3, 12:] = float("-inf"), -1
         scores = torch.nn.functional.pad(scores, (0, k - there), value=float("-inf"))
         ids = torch.nn.functional.pad(ids, (0, k - there), value=-1)
@@ -309,7 +315,7 @@ def test_lists_of_several_processes_are_merged(world, device):
 
 @pytest.mark.parametrize("sizes", [(5000, 300), (7, 0), (1024, 2048)])
 def test_checksums_are_those_of_the_c_code(device, sizes):
-    """Two kernels and C++ add the same sums, whoever writes the tensors; one bit makes another sum."""
+    """The kernel and the C++ code compute the same checksums, and one changed bit changes them."""
     if not native.ready(wait=True):
         pytest.skip("no C++ compiler")
     g = torch.Generator().manual_seed(0)
@@ -318,7 +324,7 @@ def test_checksums_are_those_of_the_c_code(device, sizes):
     values = torch.randn(2 * sizes[1], generator=g)
     query = torch.tensor([[1.0, float("nan"), float("-inf"), 0.0]])
     totals, result = checksums.buffers(device)
-    for _ in range(2):  # the totals are as they were
+    for _ in range(2):  # the kernel resets the totals after use
         ids[-1] ^= 1
         given = [t.to(device) for t in (ids, values)]
         checksums.checksum(query.to(device), *given, None, None, totals, result, keys.to(device))
@@ -327,7 +333,7 @@ def test_checksums_are_those_of_the_c_code(device, sizes):
         *sums, lost = (s % 2**64 for s in result.tolist())
         assert lost == 2 and sums[4:] == [0] * 4
         assert sums[:4] == [*native.checksum(ids, keys), *native.checksum(values, keys)]
-    odd = torch.zeros(7, dtype=torch.half, device=device)  # no whole number of 64-bit words
+    odd = torch.zeros(7, dtype=torch.half, device=device)  # not a multiple of 64 bits
     assert checksums._words(odd).dtype == torch.int16
 
 
@@ -335,7 +341,7 @@ def test_checksums_are_those_of_the_c_code(device, sizes):
     "precision, k, b", [("float32", 10, 3), ("float16", 300, 2), ("int8", 10, 2)]
 )
 def test_search_by_kernels_in_cuda(monkeypatch, precision, k, b):
-    """The launches of a search on an NVIDIA GPU, in the interpreter and compiled for a CPU."""
+    """A search launches the kernels for an NVIDIA GPU: Triton's in the interpreter, CUDA C++ compiled for the CPU."""
     monkeypatch.setattr(CudaKernel, "launch", launch_on_cpu)
     n = search.CHUNK_DOCS + 900
     parts = segments(collection(n, share=0.2), precision, size=4000)
@@ -343,7 +349,7 @@ def test_search_by_kernels_in_cuda(monkeypatch, precision, k, b):
 
 
 def run_program(kernel, program, programs, args, constants):
-    """One of several programs of a kernel, in the interpreter."""
+    """Run one of several programs of a kernel in the interpreter."""
     builder, kind = interpreter.interpreter_builder, type(interpreter.interpreter_builder)
     builder.set_grid_dim = lambda *_: kind.set_grid_dim(builder, programs, 1, 1)
     builder.set_grid_idx = lambda *_: kind.set_grid_idx(builder, program, 0, 0)
@@ -353,7 +359,10 @@ def run_program(kernel, program, programs, args, constants):
 @pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("at_once", [heavy(1), 2])
 def test_programs_that_score_everything_wait_for_none_that_has_not_begun(at_once):
-    """Three programs, not all of which run at once. Queries: unproved, proved but not sorted, not finite, unproved."""
+    """Of three programs, at most one or two run at once.
+
+    The queries are: unproved, proved but not sorted, not finite, unproved.
+    """
     g, n, k, programs, room = torch.Generator().manual_seed(at_once), 200, 20, 3, 64
     docs = sparse(n, V, 0.1, at_once)
     packed = search.Packed.of(search.pack(segments(docs), V))

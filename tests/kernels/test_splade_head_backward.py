@@ -15,11 +15,11 @@ INNER = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -2.0) | softplu
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
-)  # NumPy on inf and NaN, as intended
+)  # NumPy warns of inf and NaN, which these tests need
 
 
 def problem(device, B, S, D, V, dtype=torch.float32, active=0.3, hot=0.3, seed=0):
-    """Random tensors; a share `hot` of the entries is won by position 0, and 1 - `active` have no winner."""
+    """Return random tensors: position 0 wins a share `hot` of the entries, and a share 1 - `active` has no winner."""
     g = torch.Generator().manual_seed(seed)
 
     def rand(*size):
@@ -41,7 +41,7 @@ def problem(device, B, S, D, V, dtype=torch.float32, active=0.3, hot=0.3, seed=0
 
 
 def gains(p, outer, inner=(), rows=(), per_element=None, outer_fast=None):
-    """g[b, v] in fp64, 0 where nobody won."""
+    """Return the gradient g[b, v] of the winning logits in fp64, 0 where no position won."""
     p = {k: v.double() for k, v in p.items()}
     w = p["winner"].long().clamp_min(0)
     b = torch.arange(len(w), device=w.device)[:, None]
@@ -53,7 +53,7 @@ def gains(p, outer, inner=(), rows=(), per_element=None, outer_fast=None):
 
 
 def reference(p, g):
-    """The three gradients in fp64 from g: a scatter by position, a gather by entry, a sum."""
+    """Return the three gradients in fp64, computed from g by a scatter over positions and dense products."""
     hidden, weight = p["hidden"].double(), p["weight"].double()
     w = p["winner"].long().clamp_min(0)
     picked = hidden.new_zeros(hidden.shape[0], hidden.shape[1], weight.shape[0])
@@ -65,7 +65,7 @@ def check(got, want, dtypes):
     """fp32 sums are within 1e-5 of the largest result; bf16 and fp16 outputs add their own rounding."""
     for x, ref, dtype in zip(got, want, dtypes, strict=True):
         assert x.dtype == dtype and x.shape == ref.shape and x.is_contiguous()
-        # 2**-7 and not 2**-8, as the interpreter truncates to bf16.
+        # bf16 has 2**-7 and not 2**-8, because the interpreter truncates to bf16.
         eps = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-11}[dtype]
         error = (x.double() - ref).abs()
         assert (error <= 1e-5 * ref.abs().max() + eps * ref.abs()).all(), error.max()
@@ -76,7 +76,7 @@ def run_and_check(p, outer=LOG1P, **general):
     check(backward(**p, outer=outer, **general), reference(p, gains(p, outer, **general)), dtypes)
 
 
-# B, S, D, V: odd everything; one of everything; more sequences than a block; rows wider than a program
+# B, S, D, V: all sizes odd; all sizes 1; more sequences than a block; rows wider than a program; larger sizes.
 SHAPES = [
     (3, 7, 5, 11),
     (1, 1, 1, 1),
@@ -118,12 +118,16 @@ def test_any_share_of_active_entries_in_several_tiles(device, active, monkeypatc
 
 @pytest.mark.heavy
 def test_one_position_may_win_everything(device, monkeypatch):
-    """Positions that win much are summed by another kernel."""
-    run_and_check(problem(device, 2, 3, 4, 130, active=1.0, hot=1.0))  # one tile: not there
+    """Another kernel sums positions that win many entries."""
+    run_and_check(
+        problem(device, 2, 3, 4, 130, active=1.0, hot=1.0)
+    )  # one tile: not by that kernel
     monkeypatch.setattr(splade_head_backward, "_HOT", 64)
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     run_and_check(problem(device, 2, 3, 4, 130, active=1.0, hot=1.0))
-    run_and_check(problem(device, 1, 9, 70, 700, active=1.0, hot=0.1))  # 9 hot, 8 programs
+    run_and_check(
+        problem(device, 1, 9, 70, 700, active=1.0, hot=0.1)
+    )  # 9 hot positions, 8 programs
 
 
 @pytest.mark.parametrize("tile", [128, heavy(1024)])
@@ -137,7 +141,7 @@ def test_zero_gradient_and_flat_epilogue_are_inactive(device):
     """An entry with g = 0 must not touch its rows: 0 * inf would be NaN."""
     p = problem(device, 3, 7, 5, 40, active=1.0)
     p["grad"][:, ::2] = 0.0
-    p["peak"][:, 1::4] = -1.0  # relu is flat there
+    p["peak"][:, 1::4] = -1.0  # relu has slope 0 here
     g = gains(p, LOG1P)
     assert 0 < (g == 0).sum() < g.numel()
     p["weight"][::2] = math.inf
@@ -219,7 +223,7 @@ GENERAL = {
     [(name, 4, 150) for name in GENERAL] + [heavy(name, 35, 20) for name in GENERAL],
 )
 def test_steps_before_the_maximum(device, general, B, V, monkeypatch):
-    """Operands of several dtypes and layouts, negative ones too."""
+    """Operands have several dtypes and layouts, and some values are negative."""
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     S, D = 9, 6
     p = problem(device, B, S, D, V, active=0.6)
@@ -236,7 +240,7 @@ def test_steps_before_the_maximum(device, general, B, V, monkeypatch):
 
 
 def test_flat_steps_before_the_maximum_are_inactive(device):
-    """Whatever follows: sqrt has an infinite slope at 0."""
+    """This holds for all steps that follow: sqrt has an infinite slope at 0."""
     p = problem(device, 3, 5, 6, 20, active=1.0)
     p["peak"][:, ::2] = -1.0
     p["weight"][::2] = math.nan

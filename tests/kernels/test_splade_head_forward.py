@@ -13,14 +13,14 @@ from sparse_inductor.kernels.splade_head.forward import forward
 from support import heavy, in_a_graph
 
 RELU_LOG1P = steps.parse("relu | log1p")
-# Relative to the largest value of the tensor: operands are rounded before both computations, so what is left is the
-# accumulation order (fp32) and the rounding of the output (16-bit dtypes).
+# Relative to the largest value of the tensor. Both computations use the same rounded operands, so the tolerance covers
+# the accumulation order (fp32) and the rounding of the output (16-bit dtypes).
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_few(monkeypatch):
-    """On a Hopper GPU the kernel for it computes what is as small as a test's."""
+    """On a Hopper GPU, the Hopper kernel also computes heads as small as those of the tests."""
     monkeypatch.setattr(splade_head_forward, "FEW", 0)
 
 
@@ -38,7 +38,7 @@ def lengths_to_add(lengths, S, device):
 
 
 def reference(hidden, weight, bias, add, fill, outer, inner=(), rows=()):
-    """(values, logits z [B, S, V], what the maximum is over [B, S, V], dropped [B, S]) in fp64."""
+    """Return (values, logits z [B, S, V], operand of the maximum [B, S, V], dropped [B, S]) in fp64."""
     z = hidden.double() @ weight.double().T
     if bias is not None:
         z = z + bias.double()
@@ -70,7 +70,7 @@ def check(
     hidden, weight, bias, add=None, fill=None, outer=RELU_LOG1P, inner=(), rows=(), out_dtype=None,
     winner_dtype=torch.int16,
 ):  # fmt: skip
-    """Values, winner and peak of one call against the reference; returns the winner."""
+    """Check values, winner and peak of one call against the reference; return the winner."""
     dtype = out_dtype or hidden.dtype
     kwargs = {"inner": inner, "rows": rows, "out_dtype": dtype}
     values, winner, peak = forward(
@@ -198,7 +198,7 @@ PER_ELEMENT = "row_mul(0) | relu | row_add(1) | row_where(2, -1.0)"
 
 
 def per_token(B, S, device, *kinds):
-    """Row operands of several dtypes and layouts."""
+    """Return row operands of several dtypes and layouts."""
     g = torch.Generator().manual_seed(2)
     made = {
         "real": lambda: torch.randn(B, S, generator=g),
@@ -227,7 +227,7 @@ def test_steps_before_the_maximum_of_one_sequence(device):
 
 
 def test_steps_before_the_maximum_without_any_operand(device):
-    """And a maximum of the steps that is no maximum of the logits."""
+    """Squares reach their maximum at other positions than the logits."""
     hidden, weight, bias = make(device, S=70)
     check(hidden, weight, bias, inner=steps.parse("square"))
 
@@ -243,7 +243,7 @@ def test_the_peak_of_a_plateau_is_the_logit_of_its_first_position(device):
 
 
 def test_the_peak_of_a_nan_is_nan(device):
-    """Also where it is the steps that make it, of a logit that is none."""
+    """This includes a NaN that the steps produce from an ordinary logit."""
     hidden, weight, bias = make(device, S=70)
     values, _, peak = forward(
         hidden, weight, bias, None, None, (), inner=steps.parse("log"), winner_dtype=torch.int16
@@ -266,7 +266,7 @@ FLAGS = {
     + [(name, 11) if name == "every third" else heavy(name, 11) for name in FLAGS],
 )
 def test_each_sequence_takes_its_own_path(device, flags, B, monkeypatch):
-    monkeypatch.setattr(splade_head_forward, "_FLAGS", 4)  # a time
+    monkeypatch.setattr(splade_head_forward, "_FLAGS", 4)  # flags at a time
     S = 40
     hidden, weight, bias = make(device, B=B, S=S, dtype=torch.bfloat16)
     rows = per_token(B, S, device, "real")
@@ -288,7 +288,7 @@ def test_each_sequence_takes_its_own_path(device, flags, B, monkeypatch):
 
 @pytest.mark.parametrize("few, kernel", [(3 * 37 * 24 * 50, "portable"), (1000, "hopper")])
 def test_what_is_few_takes_no_list_of_positions(few, kernel, monkeypatch):
-    """Which is a launch before the one that computes."""
+    """The list would need a launch before the computing kernel."""
     took = []
 
     class Hopper:
@@ -331,8 +331,10 @@ def test_runs_in_a_cuda_graph():
     ],
 )
 def test_what_is_kept_is_that_of_the_other_path(device, text):
-    """A step's forward and backward may be computed by either, kernels or ATen operators: fp64 and empty ones are not
-    the kernels'."""
+    """Either path, kernels or ATen operators, can run the backward of the other's forward.
+
+    A training step may use both, because the kernels do not compute fp64 and empty tensors.
+    """
     op = importlib.import_module("sparse_inductor.ops.splade_head")
     hidden, weight, bias = make(device, B=4, S=40)
     p = plan(text)

@@ -1,4 +1,4 @@
-"""Which positions count, and the list of granules that the Hopper kernel walks, against plain PyTorch."""
+"""The positions that count, and the list of granules that the Hopper kernel processes, against plain PyTorch."""
 
 import bisect
 import math
@@ -24,7 +24,7 @@ PROGRAMS = [
 
 
 def operand(kind, B, S, g):
-    """A row operand: a mask of random lengths, or that times real values, or added."""
+    """Return a row operand made from a mask of random lengths: the mask, its product with reals, or 0 and -inf."""
     keep = torch.arange(S)[None] < torch.randint(0, S + 1, (B, 1), generator=g)
     real = torch.randn(B, S, generator=g)
     return {
@@ -39,7 +39,7 @@ def operand(kind, B, S, g):
 
 
 KINDS = ["bool", "int64", "fp16", "real", "added", "strided", "one for all"]
-# Every pair in the interpreter; on a GPU, where each is a compilation, each program and kind once.
+# The interpreter runs every pair. On a GPU, where each pair is compiled, each program and each kind runs once.
 CASES = [("cpu", steps, kind, S) for steps in PROGRAMS for kind in KINDS for S in (5, 64, 600)] + [
     pytest.param("cuda", steps, kind, 600, marks=pytest.mark.gpu)
     for steps, kind in zip(PROGRAMS, KINDS, strict=True)
@@ -82,7 +82,7 @@ def test_0_times_a_state_that_is_not_finite_is_not_dropped(device, dtype, lost, 
 
 
 def listed(add, skip, B, S, device, blocks):
-    """(rows, flags, sequences, groups) of the list of granules, as Python lists."""
+    """Return (rows, flags, sequences, groups) of the list of granules as Python lists."""
     positions = None if add is None else classify(ADDED, (add,), torch.zeros(B, S, 8).to(device))
     slots = B * -(-S // 32)
 

@@ -1,4 +1,4 @@
-"""The table of tiles: each row decides somewhere, and a row of an architecture decides on that one alone."""
+"""The table of tiles: each row applies somewhere, and a row for an architecture applies to that one alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FACTS = (("fp32",), ("ieee",), ("steps",), ("busy", "not busy"), ("alpha",))
 
 @pytest.fixture
 def on(monkeypatch):
-    """Makes a GPU the one that tiles are chosen for."""
+    """Returns a function that sets the architecture for which tiles are chosen."""
 
     def switch(arch: str) -> None:
         tiles.row_of.cache_clear()

@@ -15,8 +15,10 @@ INF, NAN = float("inf"), float("nan")
 
 
 def rows(N: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows of every kind: all equal, all NaN, many NaN, -inf, ties, negative, both zeros, the largest in one group,
-    whether the other groups differ or not."""
+    """Return rows of every kind: random, all equal, all NaN, half NaN, all -inf, ties, negative, and both zeros.
+
+    Two rows have their largest values in one group, with other groups that differ or are all 0.
+    """
     torch.manual_seed(0)
     s = torch.randn(10, N).to(dtype)
     s[1], s[2], s[3, : N // 2], s[4] = 1, NAN, NAN, -INF
@@ -50,7 +52,7 @@ def test_the_product_is_made_in_parts(device, monkeypatch):
 
 @pytest.mark.parametrize("sort", [heavy(False), True])
 def test_sums_by_row_and_by_column(sort, device, monkeypatch):
-    """One column has an entry in every row, which is more than a piece."""
+    """One column has an entry in every row, which is more than one piece."""
     monkeypatch.setattr(aten, "PIECE", 8)
     if sort:
         monkeypatch.setattr(topk_sums, "MASKS", 0)

@@ -1,4 +1,4 @@
-"""A feed-forward block on a GPU, and tokens whose rows are uneven."""
+"""A feed-forward block on a GPU, and tokens that activate uneven numbers of its neurons."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ def block(N, K, D, share, dtype=torch.bfloat16):
 
 
 def tokens(M, K, uneven, dtype=torch.bfloat16):
-    """The last number is what the gates' thresholds are times: where uneven, a third of the rows have more active, a
-    few half of all, and a few none."""
+    """Return random tokens [M, K]. Their last feature multiplies the gates' thresholds.
+
+    With `uneven`, a third of the rows have more active neurons, a few have half of all, and a few have none.
+    """
     x = torch.randn(M, K, device="cuda", dtype=dtype)
     x[:, -1] = 1
     if uneven:
         x[::3, -1] = 0.75
         x[5::97, -1] = 0
-        x[7::50] = 0  # none
+        x[7::50] = 0  # no active neuron
     return x
 
 
 def of_a_step(x, weights, dy):
-    """Outputs in inference and in training, and the gradients of the tokens and of all weights."""
+    """Return the outputs in inference and in training, and the gradients of the tokens and of all weights."""
     with torch.no_grad():
         y = sparse_inductor.ops.relu_ffn(x, **weights)
     trained = sparse_inductor.ops.relu_ffn(x, **weights)
