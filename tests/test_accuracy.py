@@ -1,4 +1,4 @@
-"""When a rewritten tensor counts as good as the one it replaces."""
+"""The comparison that decides whether a rewritten tensor is as accurate as the original one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def at(index: int, value: float, like: torch.Tensor = PLAIN) -> torch.Tensor:
         (None, PLAIN, "is missing in the rewritten program"),
         (PLAIN, None, "is missing in the unrewritten program"),
         (None, None, ""),
-        (torch.zeros(3), None, ""),  # zeros are as good as no gradient
+        (torch.zeros(3), None, ""),  # zeros and no gradient are equivalent
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "differs; 1 of 2 elements"),
         (torch.tensor([1, 2]), torch.tensor([1, 2]), ""),
     ],
@@ -59,12 +59,14 @@ def test_it_may_be_as_far_off_as_the_unrewritten_one():
 
 
 def test_rounding_of_a_lower_precision_counts_where_it_shows():
-    """The gradient of an fp32 weight, computed in bf16 under autocast."""
+    """An example is the gradient of an fp32 weight that is computed in bf16 under autocast."""
     rounded = TRUTH.bfloat16().float()
     other = (TRUTH * 1.001).bfloat16().float()
     assert not compare("x", other, rounded, TRUTH).ok
     assert compare("x", other, rounded, TRUTH, precision=torch.bfloat16).ok
-    assert not compare("x", other, PLAIN, TRUTH, precision=torch.bfloat16).ok  # nothing was rounded
+    assert not compare(
+        "x", other, PLAIN, TRUTH, precision=torch.bfloat16
+    ).ok  # the original was not rounded
     assert not compare("x", other * 1.3, rounded, TRUTH, precision=torch.bfloat16).ok
 
 
@@ -119,7 +121,7 @@ def test_double_rounds_where_the_program_casts_and_nowhere_else():
 
 
 def test_what_integers_become_is_double_too():
-    """A running total may start as `lengths * 0.1` and take contributions in fp64."""
+    """For example, an accumulator may start as `lengths * 0.1` and receive contributions in fp64."""
     lengths, x = torch.tensor([3, 7]), torch.tensor([1 / 3, 1 / 7], dtype=torch.float64)
     with InDouble():
         got = (lengths * 0.1).index_add_(0, torch.tensor([1, 0]), x)

@@ -1,4 +1,4 @@
-"""A learned alpha, 1 + sigmoid(a), is rounded to 1 in the end: that head is softmax, and spoils nothing else."""
+"""A learned alpha, 1 + sigmoid(a), may round to 1: that head becomes softmax, and other heads are unaffected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kinds of sparse autoencoders that libraries train, compiled as they compile them: all are rewritten, and train as
-they do uncompiled."""
+"""The kinds of sparse autoencoders that libraries train, compiled as libraries compile them: all are rewritten, and
+their losses and gradients are those of eager code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOPK = {"topk_encode": 1, "sparse_decode": 1}
 REWRITTEN = {
     kinds.Standard: PRODUCTS,
     kinds.JumpReLU: PRODUCTS,
-    # The products of the gate and of its size, and the gate's own decoder.
+    # These contain the projections of the gate and of the magnitude, and the decoder of each.
     kinds.Gated: {"sparse_product": 3, "relu_ffn": 1},
     kinds.TopK: TOPK,
     kinds.BatchTopK: PRODUCTS,
     kinds.Matryoshka: PRODUCTS,
 }
-QUICK = (kinds.JumpReLU,)  # the pattern has an example of the largest of a batch
+QUICK = (kinds.JumpReLU,)  # not BatchTopK, which is an example of its pattern
 
 
 def counted(report):
@@ -36,7 +36,7 @@ def counted(report):
 
 
 def trained(model, x, dead, program, autocast):
-    """What a step gives, and the gradients."""
+    """Run a step, and return its results and the gradients."""
     context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         out = program(x, dead)
@@ -46,10 +46,10 @@ def trained(model, x, dead, program, autocast):
 
 
 def check(kind, expected, dtype=torch.float32, autocast=False, dead=None, **limits):
-    """A step of a kind against the same uncompiled."""
+    """Compare a compiled step of a kind with an eager one."""
     if kind is kinds.JumpReLU and torch.__version__ < (2, 13):
         pytest.skip("this torch loses the gradient of a Function that ends in a cast itself")
-    # In bf16, too, no two pre-activations of a row are equal at the k-th place: which is taken is said nowhere.
+    # With this seed, no two pre-activations of a row tie for the k-th place, in bf16 either; topk leaves ties open.
     x = torch.randn(24, kinds.WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
     eager = kind().to(dtype)
     model = copy.deepcopy(eager)
@@ -69,7 +69,7 @@ def test_a_training_step(kind):
 
 
 def test_a_tied_dictionary_written_first():
-    """The einsum of the encoder has the weight as its first operand."""
+    """The weight is the first operand of the encoder's einsum."""
 
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -104,7 +104,7 @@ def test_a_training_step_under_autocast(kind):
     ],
 )
 def test_dead_neurons_that_learn_what_is_left_over(kind, expected):
-    """How many there are ends the graph; the second choice is of the pre-activations, which are there."""
+    """Reading their number breaks the graph. The second top-k uses the pre-activations, which are available."""
     check(kind, expected, dead=torch.arange(kinds.NEURONS) % 3 == 0, atol=1e-4, rtol=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_inference(kind, expected):
 
 
 def test_a_crosscoder_is_no_attention():
-    """Rectified codes times a dictionary for each layer."""
+    """It multiplies rectified codes with a dictionary for each layer."""
 
     class Crosscoder(torch.nn.Module):
         def __init__(self):

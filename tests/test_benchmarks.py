@@ -1,4 +1,4 @@
-"""The benchmarks: how they measure, what they write, and that every part of them runs."""
+"""The benchmarks: their measurements, their output, and that every part of them runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def results() -> Results:
     )
 
 
-# --- What is written --------------------------------------------------------------------------------------------------
+# --- Output -----------------------------------------------------------------------------------------------------------
 
 
 def test_verdicts_follow_the_direction_of_the_row():
@@ -113,13 +113,13 @@ def test_tables_line_up():
     assert lines[0].index("floor") == lines[1].index("0.7 x")
 
 
-# --- How it measures --------------------------------------------------------------------------------------------------
+# --- Measurements -----------------------------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns():
     order = []
     measure.race({n: lambda n=n: order.append(n) for n in "ab"}, CPU, seconds=0.0, rounds=(3, 3))
-    assert "".join(order) == "aabb" + "ababab"  # two warm-up calls each, then turns
+    assert "".join(order) == "aabb" + "ababab"  # two warm-up calls each, then alternately
 
 
 def test_steady_calls_are_timed_in_batches_that_take_turns():
@@ -221,7 +221,7 @@ def test_the_quick_run_writes_its_files(tmp_path, family):
     assert {p.suffix for p in tmp_path.iterdir()} >= {".md", ".json"}
     page = next(tmp_path.glob("*.md")).read_text()
     assert "FAILED" not in page
-    assert str(tmp_path) not in page  # nobody's folders are published
+    assert str(tmp_path) not in page  # pages must not contain local paths
 
 
 ROWS = {"splade_head": 15, "entmax": 4, "entmax_attention": 25, "end_to_end": 18, "relu_ffn": 31}
@@ -230,8 +230,10 @@ ROWS = {"splade_head": 15, "entmax": 4, "entmax_attention": 25, "end_to_end": 18
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "rows"), ROWS.items(), ids=ROWS)
 def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
-    """On the CPU at tiny sizes: the figures are void, the code is the same, but that what is not rewritten is not
-    compiled either, which takes long and which the quick runs do."""
+    """Run the GPU parts on the CPU at tiny sizes. The figures are meaningless, but the code is the same.
+
+    Unrewritten programs are not compiled, because that takes long and the quick runs do it.
+    """
     module = importlib.import_module(f"benchmarks.families.{family}")
     for at in (module, bench_module):
         monkeypatch.setattr(at, "compiled", lambda program, **_: program, raising=False)
@@ -245,7 +247,7 @@ def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
         bench.section(section, bench)
     assert bench.failed == []
     assert len(bench.results.rows) >= rows
-    # The peer of these runs on a GPU only.
+    # AdaSplash runs on a GPU only.
     assert all(row.value is not None or "adasplash" in row.name for row in bench.results.rows)
 
 
@@ -253,7 +255,7 @@ def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
 
 
 def searched(memory: int, each: int, most: int = 2**20, base: int = 50) -> list[fit.Trial]:
-    """A search over steps that take `base` and `each` bytes a sample of `memory`."""
+    """Search the largest batch that fits `memory` if a step takes `base` bytes plus `each` bytes per sample."""
 
     def attempt(batch: int) -> fit.Trial:
         peak = base + each * batch
@@ -281,7 +283,7 @@ def test_a_first_batch_that_does_not_fit_is_an_error():
 
 
 def test_a_search_after_an_early_failure_stays_below_it():
-    """Memory that grows faster than the line through the first peaks says."""
+    """The memory grows faster than a line through the first peaks predicts."""
     tried = []
 
     def attempt(batch: int) -> fit.Trial:
@@ -323,7 +325,7 @@ def test_tokens_of_a_text_share_neurons_if_they_are_to(monkeypatch):
 
 
 def test_decoding_continues_what_the_prompt_began():
-    """The token at the cache's end has the logits that the whole prompt gives it."""
+    """The decoded token is the one that a prefill of the whole prompt predicts."""
     sizes = llama.Sizes(layers=2, hidden=64, neurons=256, heads=2, vocabulary=100, context=16)
     model = llama.Llama(sizes, CPU, 0.2, 2)
     whole = model.prefill(llama.Block.forward)().argmax(-1)
@@ -333,11 +335,13 @@ def test_decoding_continues_what_the_prompt_began():
 @pytest.mark.heavy
 def test_the_rewritten_model_trains_as_the_eager_one():
     training = splade.Training(splade.Sizes(300, 1, 64, 16), CPU)
-    training.mlm.eval()  # dropout would tell them apart
+    training.mlm.eval()  # dropout would make the two models differ
     assert training.step("ours", 4).item() == pytest.approx(
         training.step("eager", 4).item(), rel=1e-2
     )
-    assert training.mlm.cls.predictions.decoder.weight.grad is None  # the optimizer has taken it
+    assert (
+        training.mlm.cls.predictions.decoder.weight.grad is None
+    )  # the optimizer step has freed it
 
 
 @pytest.mark.heavy

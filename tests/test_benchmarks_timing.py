@@ -1,4 +1,4 @@
-"""How the benchmarks time a GPU: on a simulated one, whose times are known, and on a real one."""
+"""The benchmarks' timing of a GPU, on a simulated GPU with known times and on a real one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.publish import Results, Sample, samples_table, write
 
 GPU = torch.device("cuda")
 US = 1e-6
-CYCLES = 1.5e9  # a second
+CYCLES = 1.5e9  # per second
 
 
 class Machine:
-    """A host and a GPU with one queue; all clocks are simulated, in seconds."""
+    """A simulated host and GPU with one queue; all clocks are in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0  # on the host
@@ -129,7 +129,7 @@ def test_a_gpu_bound_call_is_as_long_as_it_is(machine):
     assert found.latency == pytest.approx(20.03)
 
 
-# --- What is written --------------------------------------------------------------------------------------------------
+# --- Output -----------------------------------------------------------------------------------------------------------
 
 
 def test_latencies_have_a_column_of_their_own_where_there_are_any(tmp_path):

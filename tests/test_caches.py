@@ -1,5 +1,5 @@
-"""Inductor's caches stay on and stay right: a second process hits, a change of anything that
-matters misses."""
+"""Inductor's caches stay on and correct: a second process gets hits, and every relevant change is
+a miss."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ for change in arguments.get("then", []):
 print(json.dumps(result))
 """
 
-# A model with both families; its artifacts go to a file, or come from one.
+# A model with two families; it saves its cache artifacts to a file or loads them from it.
 MODEL = """
 import json, sys, torch, sparse_inductor
 from pathlib import Path
@@ -81,7 +81,7 @@ print(json.dumps({
 """
 
 
-# In place of the function: blocks that run as written and are counted.
+# A replacement of the function with blocks that run as written and count their active neurons.
 COUNTED = """
 from sparse_inductor.policy.worth import Worth
 from sparse_inductor.selection import registered
@@ -99,13 +99,13 @@ def fn(x):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run PROGRAM in a process of its own, on copies of the package and the toy pattern, with one
-    cache folder."""
+    """Returns a function that runs PROGRAM in a new process, on copies of the package and the toy
+    pattern, with one cache folder."""
     tree, skipped = tmp_path / "tree", shutil.ignore_patterns("__pycache__")
     for folder in ("sparse_inductor", "patterns"):
         if (ROOT / folder).is_dir():
             shutil.copytree(ROOT / folder, tree / folder, ignore=skipped)
-    shutil.copy(ROOT / "pyproject.toml", tree)  # makes it a checkout
+    shutil.copy(ROOT / "pyproject.toml", tree)  # so that the copy counts as a checkout
     shutil.copy(TESTS / "toy.py", tree)
     shutil.copy(TESTS / "programs.py", tree)
     (tree / "program.py").write_text(PROGRAM)
@@ -202,9 +202,10 @@ BOTH = ["entmax_attention", "splade_head"]
 
 @pytest.mark.heavy
 def test_a_model_starts_warm_in_a_new_process_and_on_another_machine(run):
-    """One story, for compiling is what costs. A second process reuses the rewritten code, with the whole report (how
-    long it takes to be ready is measured by `python -m benchmarks tools`). So does a machine that gets the artifacts
-    (torch.compiler.save_cache_artifacts) beside an empty cache; with another version of the package it compiles anew.
+    """A second process reuses the rewritten code, and has the whole report. So does a machine with an empty cache that
+    loads the artifacts of torch.compiler.save_cache_artifacts; with another version of the package it compiles again.
+
+    This is one test because compilation takes most of its time. `python -m benchmarks tools` measures the start-up.
     """
     cold = run("model.py", save=True)
     warm = run("model.py")
@@ -223,5 +224,5 @@ def test_a_model_starts_warm_in_a_new_process_and_on_another_machine(run):
 
 
 def sections(report: str) -> list[str]:
-    """The report without counts and milliseconds: its first line, and "(3 times)"."""
+    """Return the lines of the report without its first line and without suffixes such as "  (3 times)"."""
     return [line.partition("  (")[0] for line in report.splitlines()[1:]]

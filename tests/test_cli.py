@@ -1,4 +1,4 @@
-"""The command line: what each command prints, in a terminal and elsewhere, and its exit status."""
+"""The command line: the output of each command, in a terminal and elsewhere, and its exit status."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def command(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def in_a_terminal(*arguments: str, cwd: Path) -> str:
-    """What the command writes to a terminal."""
+    """Run the command in a pseudo-terminal and return its output."""
     master, terminal = pty.openpty()
     path = f"{ROOT}{os.pathsep}{TESTS}"
     env = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100", "TERM": "xterm-256color"}
@@ -350,7 +350,7 @@ def test_a_plain_table_is_aligned():
     )
 
 
-# What is imported
+# Imports
 
 
 IMPORTS = """
@@ -373,8 +373,10 @@ print(*added())
 
 
 def test_what_is_imported():
-    """Importing the package imports nothing else; `enable()` what `torch.compile` does, and no kernels; a graph that
-    has nothing to rewrite defines no operators."""
+    """Importing the package imports nothing else. `enable()` imports what `torch.compile` imports, and no kernels.
+
+    A graph without rewrites defines no operators.
+    """
     said = python("-c", IMPORTS).stdout
     imported, enabled, explained = (line.split() for line in said.splitlines())
     assert imported == ["sparse_inductor"]

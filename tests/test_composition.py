@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("toys")
 
 
 def compiled_with(options, fn=relu_of_sum):
-    """What `fn` returns, compiled by Inductor with these options."""
+    """Compile `fn` by Inductor with these options, call it, and return its result."""
     return torch.compile(fn, options=options)(X)
 
 

@@ -15,7 +15,7 @@ LAYERS, WIDTH, NEURONS = 2, 6, 112
 
 
 class Crosscoder(nn.Module):
-    """The decoder's weight is [L, N, D] where `by_layer`."""
+    """A crosscoder; its decoder's weight is [L, N, D] with `by_layer`, and [N, L, D] otherwise."""
 
     def __init__(self, forward, by_layer=False):
         super().__init__()
@@ -95,18 +95,18 @@ def test_it_is_rewritten(forward, dynamic):
 
 
 def each_layer(s, x):
-    """Every layer has activations of its own."""
+    """Use separate activations for every layer."""
     f = F.relu(torch.einsum("bld,ldn->bln", x, s.W_enc) + s.b_enc)
     return torch.einsum("bln,nld->bld", f, s.W_dec), f
 
 
 def decoded_by_layer(s, x):
-    """Of this weight no matrix is a view: a copy at each call would be."""
+    """Use a weight of which no view is a matrix [N, L * D]; a rewrite would have to copy it at each call."""
     return torch.einsum("bn,lnd->bld", F.relu(pre(s, x)), s.W_dec)
 
 
 def turned(s, x):
-    """The batch stands between the layers and their width."""
+    """Return [L, B, D], where the batch is between the layers and their width."""
     return torch.einsum("bn,nld->lbd", F.relu(pre(s, x)), s.W_dec)
 
 

@@ -1,4 +1,4 @@
-"""The demo: what a new user runs first."""
+"""The demo, which new users run first."""
 
 from __future__ import annotations
 

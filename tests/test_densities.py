@@ -1,4 +1,4 @@
-"""explain counts the zeros that a pattern lives on, in the call it is shown."""
+"""explain counts the zeros that make a pattern profitable, in the call that it runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_process_wide_report_counts_nothing():
     assert not sparse_inductor.report().densities
 
 
-# The first of each pattern at once: which matched node is counted is the pattern's to say.
+# The first program of each pattern runs in `make test`, because the choice of the counted node depends on the pattern.
 FIRST = {known.pattern: name for name, known in reversed(PROGRAMS.items())}
 
 

@@ -1,4 +1,4 @@
-"""Operators in the code that Inductor generates: called past the dispatcher, unless somebody is watching."""
+"""Operators in the code that Inductor generates: it calls them without the dispatcher unless a mode is active."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_unknown_sizes_are_told(compiled):
 
 
 def test_arguments_that_are_left_to_defaults_are_passed_on():
-    """Inductor passes them by name."""
+    """Inductor passes defaults by name."""
     decoder = nn.Linear(8, 30).requires_grad_(False)
 
     def model(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Several processes: operators on DTensors, DDP, FSDP2 and tensor parallel give what one process gives.
+"""Several processes: operators on DTensors, DDP, FSDP2 and tensor parallelism have the results of one process.
 
-gloo on the CPU here; `pytest -m multigpu` does the same over NCCL on two GPUs.
+These tests use gloo on the CPU; `pytest -m multigpu` runs the same checks over NCCL on two GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def run(folder: Path, device: str, checks: list[str]) -> dict[str, str]:
-    """Checks in one group of processes: {name: error or ""}."""
+    """Run checks in one group of processes, and return {name: error or ""}."""
     arguments = (TESTS / "distributed_checks.py", folder, WORLD, device, *checks)
     without = ["TRITON_INTERPRET"] if device == "cuda" else []
     path = (ROOT, TESTS, os.environ.get("PYTHONPATH", ""))
@@ -46,5 +46,5 @@ def test_over_gloo(tmp_path):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("part", distributed_checks.PARTS)
 def test_over_nccl(part, tmp_path):
-    """In parts, for `make multigpu-test ARGS="-n 12"`: kernels are compiled meanwhile."""
+    """The parts can run in parallel, as in `make multigpu-test ARGS="-n 12"`, while kernels are compiled."""
     assert_all_hold(tmp_path, "cuda", distributed_checks.PARTS[part])

@@ -25,7 +25,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def ran(page: str, first: int | None = None) -> dict[str, object]:
-    """What the code of a page defines, or its first blocks."""
+    """Run the code of a page, or its `first` blocks, and return the names that it defines."""
     space: dict[str, object] = {}
     exec("\n".join(blocks(DOCS / page)[:first]), space)
     return space
@@ -39,13 +39,13 @@ WITH_CODE = [page for page in PAGES if blocks(page)]
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     if "transformers" in page.read_text():
         pytest.importorskip("transformers")
-    # A file, so that the report has lines to show.
+    # The code runs from a file, so that the report can show source lines.
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     script.write_text("\n".join(blocks(page)))
     python(script, cwd=tmp_path, path=[ROOT], timeout=600)
 
 
-# The report of the first program is made once, by the README's test: here it is compared with the README's.
+# The README's test generates the report of the first program.
 @pytest.mark.parametrize("name", [name for name in pages.parts() if name != "report"])
 def test_generated_parts_are_up_to_date(name):
     part = pages.parts()[name]

@@ -19,7 +19,7 @@ def written_out(
     q, k, v, alpha=1.5, scale=None, mask=None, bias=None, causal=False, fill=-INF,
     added=False, query_lengths=None, key_lengths=None, rows=entmax,
 ):  # fmt: skip
-    """`rows` makes probabilities of scores and alpha."""
+    """Compute the formula in PyTorch; `rows` makes probabilities of scores and alpha."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     z = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     Lq, Lk = z.shape[-2:]
@@ -50,7 +50,7 @@ def make(B=2, H=4, Hkv=2, Lq=5, Lk=6, D=3, Dv=2, dtype=torch.float64, seed=0):
 
 
 def compare(leaves, **kwargs):
-    """Output and gradients of the operator and of the formula written out."""
+    """Compare output and gradients of the operator with those of the formula written out."""
     wanted = [
         *leaves,
         *(t for t in (kwargs.get("bias"), kwargs.get("alpha")) if isinstance(t, torch.Tensor)),
@@ -97,7 +97,7 @@ def test_grouped_heads_and_strides_in_every_precision(dtype, heads):
     H, Hkv = heads
     q, k, v = (t.detach() for t in make(2, H, Hkv, 37, 51, 16, 8))
     wide = [t.requires_grad_() for t in (q, k, v)]
-    # [B, L, H, D] seen as [B, H, L, D]; v one slice of a wider tensor.
+    # q and k are [B, L, H, D] viewed as [B, H, L, D]; v is a slice of a wider tensor.
     narrow = [t.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for t in wide]
     narrow[2] = torch.cat([narrow[2]] * 2, -1)[..., :8]
     narrow = [t.requires_grad_() for t in narrow]
@@ -147,7 +147,7 @@ def test_a_finite_fill_averages_all_values():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_added_fill_that_takes_every_key_passes_the_gradient_on(causal, dtype):
-    """As in a program that adds the lowest number of a precision, where dropped scores are lost in it."""
+    """This is the case of a program that adds the lowest number of a dtype, which absorbs the dropped scores."""
     q, k, v = make(Lq=6)
     low, past = torch.finfo(dtype).min, torch.ones(6, 6, dtype=torch.bool).tril()
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0] * 6], dtype=torch.bool)[:, None, None]
@@ -161,7 +161,7 @@ def test_an_added_fill_that_takes_every_key_passes_the_gradient_on(causal, dtype
             entmax(lowered, 1.5) @ v_.float(),
         )
     ]
-    assert grads[0][0][1].abs().min() > 0  # of queries without a key
+    assert grads[0][0][1].abs().min() > 0  # these queries have no key
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 

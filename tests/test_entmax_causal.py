@@ -1,4 +1,4 @@
-"""Causal masks made of positions: where the operator is told that it is causal, and where a mask stays one."""
+"""Causal masks computed from positions: which are passed to the operator as `causal`, and which stay masks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ B, H, L, D = 3, 2, 9, 8
 
 
 def gathered(positions):
-    """[B, 1, L, 1] and [B, 1, 1, L], as transformers reads the positions of every sequence."""
+    """Return positions as [B, 1, L, 1] and [B, 1, 1, L], gathered for every sequence as transformers does."""
     batch = torch.arange(B)[:, None, None, None]
     at = torch.arange(L)
     return positions[batch, at[None, None, :, None]], positions[batch, at[None, None, None]]
 
 
 def documents(positions):
-    """A new number wherever positions do not count on."""
+    """Return a document number for each position; a new document begins where a position is not the successor."""
     before = positions[:, :1] - 1
     return (positions.diff(prepend=before, dim=-1) != 1).cumsum(-1)
 
@@ -45,7 +45,7 @@ def packed():
 
 
 def one_is_shifted():
-    """The keys of the last sequence may lie one ahead."""
+    """Return a mask in which queries of the last sequence also see the next key."""
     ahead = (torch.arange(B) == B - 1).long()[:, None, None, None]
     mine, theirs = gathered(in_order())
     return theirs <= mine + ahead
@@ -56,7 +56,7 @@ def column():
 
 
 def wrapping(positions):
-    """The last ones are 0, 1, ... again."""
+    """Return positions in uint8 of which the last overflow to 0, 1, ..."""
     return (positions + 250).to(torch.uint8)
 
 
@@ -79,7 +79,7 @@ MASKS = {
 
 
 def notes(program, inputs, training, rounding=1e-5):
-    """What the rewrites' notes say, once the numbers and gradients are the program's own."""
+    """Compare results and gradients with the program's, and return the notes of the rewrites."""
     leaves = [t.requires_grad_(training) if t.is_floating_point() else t for t in inputs]
     with torch.set_grad_enabled(training), only("entmax_attention") as report:
         got, want = compile_without_codegen(program)(*leaves), program(*leaves)
@@ -93,7 +93,7 @@ def notes(program, inputs, training, rounding=1e-5):
         return [set(r.note.split(", ")) for r in rewrites(report, "entmax_attention")]
 
 
-# Every mask once, each time in another of the four ways to use it.
+# Every mask runs once, in one of these four ways by turns.
 WAYS = [(added, training) for added in (False, True) for training in (False, True)]
 IN_TURN = [
     (name, *way) if at % 4 == turn else heavy(name, *way)
@@ -142,7 +142,7 @@ def test_a_negated_mask_is_read_as_it_is_where_nothing_is_kept_for_a_backward(tr
         graph = str(sparse_inductor.explain(program, *inputs, keep))
         want, kept = program(*inputs, keep), keep.clone()
         got = compile_without_codegen(program)(*inputs, kept)
-        kept.fill_(False)  # as where one mask serves all batches
+        kept.fill_(False)  # as in a program that reuses one mask for all batches
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         if training:
             grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]
@@ -157,7 +157,7 @@ LEFT = torch.arange(L) >= torch.tensor([0, 4, L])[:, None]  # the last sequence 
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_an_added_mask_of_both_is_causal_and_a_mask(dtype, training):
-    """Queries before the first token keep no key: the sum passes their gradient on."""
+    """Queries before the first token have no key, and the sum passes their gradient on."""
 
     def program(q, k, v, kept):
         keep = not_after(in_order()) & kept[:, None, None]
@@ -172,7 +172,7 @@ def test_an_added_mask_of_both_is_causal_and_a_mask(dtype, training):
 
 
 def test_masks_that_are_added_up_stay_biases():
-    """finfo.min twice is -inf, so that keys dropped by one and by both differ where a query keeps none."""
+    """2 * finfo.min is -inf, so in a query without keys those dropped by one mask and by both differ."""
 
     def program(q, k, v, kept):
         low = torch.finfo(q.dtype).min

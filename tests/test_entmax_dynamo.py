@@ -1,4 +1,4 @@
-"""Dynamo sees the entmax package's functions as nodes; everything else it does as it would without us."""
+"""Dynamo sees the entmax package's functions as nodes; otherwise it behaves as without the plugin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support import heavy, only
 
 entmax = pytest.importorskip("entmax")
 
-# A gradient is no rows' sum: weights tell its entries apart.
+# Weights of the outputs in the loss: the sum of a row of probabilities alone has no gradient.
 WEIGHTS = torch.linspace(-1, 2, 7)
 TRANSFORMS = {
     "vmap": lambda t, x: vmap(t)(x),
@@ -50,7 +50,7 @@ def test_inside_a_transform_the_packages_own_function_is_traced(transform, rows)
         torch._dynamo.reset()
         try:
             return torch.compile(program, backend="aot_eager", fullgraph=True)(x)
-        except Exception as error:  # Dynamo differentiates not every bisection
+        except Exception as error:  # Dynamo cannot differentiate every bisection
             return type(error)
 
     expected = run()
@@ -64,7 +64,7 @@ def test_inside_a_transform_the_packages_own_function_is_traced(transform, rows)
 
 
 def test_what_is_declined_in_the_packages_own_code_has_its_line():
-    """With no rewrite in the graph, training breaks it there, and Dynamo compiles the package's code by itself."""
+    """Without a rewrite, Dynamo breaks a training graph at the call and compiles the package's code separately."""
 
     def program(x):
         return entmax.entmax_bisect(x, alpha=0.7, n_iter=20)
@@ -89,7 +89,7 @@ def test_a_bisection_that_is_not_renormalised_is_judged_once(steps):
 
 
 def test_a_bisection_that_is_not_renormalised_has_no_nan_for_large_scores():
-    """With scores of which 1 less is the same number, renormalising divides 0 by 0."""
+    """For scores with x - 1 == x in fp32, renormalising divides 0 by 0."""
 
     def program(x):
         return entmax.entmax_bisect(x, 1.5, ensure_sum_one=False)
@@ -108,7 +108,7 @@ def test_a_bisection_that_is_not_renormalised_has_no_nan_for_large_scores():
 
 
 def test_a_bisection_that_is_not_renormalised_makes_zeros_of_rows_masked_with_the_least_number():
-    """The least number less 1 is itself; entmax of equal scores is the same probability for each."""
+    """For the lowest number x, x - 1 == x, so the bisection gives zeros; the operator gives equal probabilities."""
 
     def program(x, keep):
         least = torch.finfo(x.dtype).min
@@ -139,7 +139,7 @@ def masked_assignment(z, ok):
 
 
 def beside(z, ok):
-    """The call has nothing to do with what a backend cannot compile."""
+    """Call sparsemax beside an unrelated operation that the backend cannot compile."""
     p = entmax.sparsemax(z, -1)
     s = torch.zeros_like(z)
     s[ok] = z[ok] * 2
@@ -171,7 +171,7 @@ def residual(linear, x):
 
 
 class CopiedSquare(torch.autograd.Function):
-    """Class methods, as the package's Functions have them."""
+    """A Function with class methods, as in the package."""
 
     @classmethod
     def forward(cls, ctx, x):
@@ -191,7 +191,7 @@ def written_behind_a_copy(linear, x):
 
 @pytest.mark.parametrize("program", [written_behind, residual, written_behind_a_copy])
 def test_what_autograd_saved_is_written_behind_a_call(program):
-    """Dynamo alone ends the graph at the call, and what is computed without a backward runs."""
+    """Dynamo alone breaks the graph at the call, and a program without a backward runs."""
     linear, x = torch.nn.Linear(7, 7), torch.randn(4, 7)
     with only("entmax"):
         got = compile_without_codegen(program)(linear, x)
@@ -276,9 +276,12 @@ def trained(compiled):
 
 @pytest.mark.parametrize("program", APART)
 def test_what_torch_alone_compiles_apart_from_a_call(program):
-    """AOTAutograd saves what a checkpoint returned, and computes in the backward from a module's tensor, which it takes
-    for one that stays; Dynamo refuses a region that returns its input; all results of a region require a gradient up to
-    torch 2.11; and views of one tensor get one another's shape."""
+    """torch compiles these programs wrongly or not at all if the call is in the same graph as the rest.
+
+    AOTAutograd saves the results of a checkpoint, although they are written to later. It recomputes from a module's
+    tensor in the backward, and assumes that the tensor does not change. Dynamo refuses a region that returns its input.
+    Up to torch 2.11, all results of a region require a gradient. Views of one tensor get each other's shapes.
+    """
     with only("entmax"):
         got = trained(compile_without_codegen(program))
     expected = trained(program)
@@ -287,7 +290,7 @@ def test_what_torch_alone_compiles_apart_from_a_call(program):
 
 
 def test_what_ends_at_a_call_is_a_near_miss():
-    """The body of the checkpoint was rewritten before Dynamo began anew."""
+    """The body of the checkpoint was rewritten before Dynamo restarted; that rewrite must not be in the report."""
     with only("entmax") as report:
         trained(compile_without_codegen(result_of_a_checkpoint_written_to))
         assert not report.rewrites
@@ -298,8 +301,10 @@ def test_what_ends_at_a_call_is_a_near_miss():
 
 @pytest.mark.parametrize("program", [written_by_a_checkpoint, given_other_memory])
 def test_what_becomes_of_it_is_what_torch_alone_makes_of_it(program):
-    """One graph with the call would write again in its backward what a checkpoint wrote, and read the memory that a
-    weight had before; of two, up to torch 2.13, the backward is refused."""
+    """In one graph with the call, the backward would repeat a checkpoint's write, or read a weight's earlier memory.
+
+    With two graphs, up to torch 2.13, the backward raises.
+    """
 
     def outcome():
         torch._dynamo.reset()
@@ -331,7 +336,7 @@ def test_a_backend_for_debugging_compiles_what_it_does_without_us():
 
 
 def test_the_body_of_a_function_is_tried_as_it_is(monkeypatch):
-    """The copy of a bisection for each kind of rows takes longer than the rows."""
+    """The body is not copied for each kind of rows, which would take longer than running it."""
     monkeypatch.setattr(trial, "compat", None)
     x = torch.randn(4, 11, requires_grad=True)
     with only("entmax") as report:
@@ -342,7 +347,7 @@ def test_the_body_of_a_function_is_tried_as_it_is(monkeypatch):
 
 
 def test_what_is_tried_out_leaves_no_mode_behind(capfd):
-    """Autocast does nothing to fakes within inference_mode; and what fails there must not leave it on."""
+    """Autocast does not affect fake tensors within inference_mode, and a failing trial must not leave the mode on."""
 
     def program(x, w):
         y = entmax.sparsemax(x @ x.mT, -1) @ x
@@ -389,14 +394,14 @@ def test_a_call_that_is_not_rewritten_ends_the_graph_as_without_the_plugin():
 
 
 def test_what_dynamo_cannot_trace_behind_a_call():
-    """Up to torch 2.13 `cond` refuses sizes that a product of equal symbols has in one graph with the call."""
+    """Up to torch 2.13, in one graph with the call, `cond` refuses sizes that come from a product of equal symbols."""
 
     def program(x):
         y = torch.nn.functional.layer_norm(entmax.sparsemax(x @ x.mT, -1) @ x, (7,))
         return torch.cond(y.sum() > -99.0, lambda y, w: (y @ w).exp(), lambda y, w: y @ w, (y, w))
 
     def outcome(compiled):
-        torch._dynamo.reset()  # eager's `cond` compiles, too
+        torch._dynamo.reset()  # eager's `cond` is compiled, too
         x = inputs.clone().requires_grad_()
         y = compiled(x)
         return y, *torch.autograd.grad((y * WEIGHTS).sum(), x)
@@ -409,7 +414,7 @@ def test_what_dynamo_cannot_trace_behind_a_call():
 
 
 def test_an_axis_that_is_a_symbol():
-    """The package's function is compiled alone, and its axis is an input of the graph that nothing reads any more."""
+    """The package's function is compiled separately. Its axis is an input of the graph, unused after rewriting."""
     written = torch.zeros(8)
 
     def program(x, dim):
@@ -441,8 +446,10 @@ def test_what_is_written_before_a_call_stays_in_one_graph():
 
 
 def test_a_backend_that_gives_up_gets_the_rest():
-    """Dynamo falls back to a graph break for some exceptions of a backend; a function that a user allows in a graph
-    takes that away."""
+    """Dynamo falls back to a graph break for some exceptions of a backend, but not for calls allowed in a graph.
+
+    The plugin restores this for the package's functions.
+    """
     calls = []
 
     def backend(gm, inputs):

@@ -1,4 +1,4 @@
-"""Entmax and entmax attention on a GPU: the operators, compiled and not, run by the kernels."""
+"""Entmax and entmax attention on a GPU: the operators, eager and compiled, run by the kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _double(leaves):
     return [t.detach().double().requires_grad_() for t in leaves]
 
 
-# Every kind of tile: rows by lanes, by threads, by warps and streamed, of contiguous and of strided columns.
+# Every kind of tile: rows per lane, per thread, per warp, and streamed, with contiguous and with strided columns.
 ROWS = [
     ((5000, 33), -1),
     ((3000, 64), -1),
@@ -70,7 +70,7 @@ def test_rows_of_every_layout(shape, dim, dtype, alpha):
     if dtype == torch.float32:
         assert (ours[0].double().sum(dim) - 1).abs().max() < 2e-6
     for got, true in zip(ours[1:], truth[1:], strict=True):
-        # A 16-bit probability is rounded before its gradient is.
+        # The gradient is computed from the probability that was rounded to 16 bits.
         assert relative(got, true) < (2e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -84,7 +84,7 @@ def _leaves_and_function(alpha):
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0, 1.3, "learned"])
 def test_inductor_launches_the_kernels_of_rows_itself(alpha):
-    """No Python of ours and no dispatcher between the kernels of a compiled graph, forward and backward."""
+    """A compiled graph, forward and backward, launches the kernels without the dispatcher or this package's Python."""
     leaves, fn = _leaves_and_function(alpha)
     eager = _gradients(fn, leaves)
     got, code = run_and_get_code(_gradients, torch.compile(fn), leaves)
@@ -107,7 +107,7 @@ def test_rows_of_symbolic_sizes_stay_an_operator():
 
 
 def test_kernels_in_a_graph_take_what_inductor_made_of_their_inputs():
-    """Views with an offset, transposed products, and a producer that Inductor may lay out as it likes."""
+    """Inputs are views with an offset, transposed products, and results with strides that Inductor chooses."""
 
     def fn(a, b):
         scores = (a @ b).transpose(1, 2) + 1
@@ -115,7 +115,7 @@ def test_kernels_in_a_graph_take_what_inductor_made_of_their_inputs():
 
     a, b = (torch.randn(s, device="cuda") for s in ((3, 70, 33), (3, 33, 90)))
     for got, truth in zip(torch.compile(fn)(a, b), fn(a, b), strict=True):
-        # The product may be padded, and summed in another order: scores of 15 differ in their last bits.
+        # Inductor may pad the product and sum in another order, so that scores of about 15 differ in the last bits.
         torch.testing.assert_close(got, truth, rtol=1e-3, atol=1e-4)
 
 

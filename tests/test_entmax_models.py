@@ -1,4 +1,4 @@
-"""Whole models of transformers with entmax as their attention, and the package's functions made visible."""
+"""Models of transformers with entmax attention, and graphs that contain the package's functions as nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_decoder_is_seen_to_be_causal_and_to_share_key_heads():
 @pytest.mark.parametrize("side", ["left", heavy("right")])
 @pytest.mark.parametrize("which, said", [("llama", {"causal", "mask"}), ("bert", {"mask"})])
 def test_padding_is_a_mask_in_training(which, said, side):
-    """One of the sequences is nothing but padding: the mask, a sum, passes its gradient on."""
+    """One sequence consists of padding only; the mask is added, so its gradient reaches the scores."""
     length = torch.tensor([7, 3, 0])[:, None]
     mask = (torch.arange(7) < length).long()
     mask = mask if side == "right" else mask.flip(1)
@@ -61,7 +61,7 @@ def test_padding_is_a_mask_in_training(which, said, side):
 
 
 def test_a_number_that_may_change_is_alpha_as_well():
-    """With dynamic=True a module's float is symbolic at first; Dynamo may start again with its value."""
+    """With dynamic=True a module's float is symbolic at first; Dynamo may restart with its value."""
 
     class Attend(nn.Module):
         def __init__(self):
@@ -82,7 +82,7 @@ def test_a_number_that_may_change_is_alpha_as_well():
 
 
 def _graphs(fn, *args) -> int:
-    """How many graphs Dynamo makes of a call in training."""
+    """Return the number of graphs that Dynamo makes of a call."""
     torch._dynamo.reset()
     compiled = compile_without_codegen(fn)
     compiled(*args)
@@ -154,8 +154,10 @@ def test_the_package_in_a_process_of_its_own(name):
 
 
 def test_options_rewrite_what_dynamo_shows():
-    """`options()` throws no process-wide switch: in inference the package's code is inlined and recognised by
-    its structure; in training Dynamo breaks the graph at it."""
+    """`options()` changes no process-wide state, so Dynamo does not show the package's functions as nodes.
+
+    In inference it inlines the package's code, which is recognised by structure; in training it breaks the graph.
+    """
     q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
 
     def attend(q, k, v):

@@ -1,4 +1,4 @@
-"""The row transformation called directly on the CPU, against the entmax package in fp64."""
+"""The operator of entmax over rows called directly on the CPU, against the entmax package in fp64."""
 
 from __future__ import annotations
 

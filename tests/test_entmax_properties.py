@@ -18,7 +18,7 @@ SCALES = st.sampled_from([1e-4, 1e-2, 0.3, 1.0, 5.0, 100.0])
 
 @st.composite
 def rows(draw, dtype=torch.float32):
-    """A few rows: normal, tied, with a far outlier, with -inf entries, on any offset."""
+    """Draw three rows: normal, with ties, with a far outlier, with -inf entries, or with an offset."""
     n = draw(st.integers(1, 700))
     seed = draw(st.integers(0, 2**20))
     g = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def test_on_the_simplex(x, alpha):
 def test_order_is_preserved(x, alpha):
     sorted_x, order = x.sort(-1)
     p = entmax(x, alpha).gather(-1, order)
-    # A power of the last elements of a row, which fill no vector, may differ by an ulp or two from that of the others.
+    # The last elements of a row, which do not fill a vector, may get powers that differ from the others' by 1 or 2 ulp.
     step, ulps = p.diff(dim=-1), 4 * torch.finfo(p.dtype).eps * p[..., 1:]
     assert (step >= -ulps).all()
     ties = sorted_x.diff(dim=-1) == 0
@@ -83,7 +83,7 @@ def test_alpha_to_one_is_softmax(x):
 def test_large_alpha_is_argmax(x):
     top = x.topk(min(2, x.shape[-1])).values
     assume(x.shape[-1] == 1 or (top[:, 0] - top[:, 1]).min() > 0.05)
-    p = entmax(x, 21.0)  # one entry where the gap is 1 / (alpha - 1) or more
+    p = entmax(x, 21.0)  # the result has one entry if the gap is at least 1 / (alpha - 1)
     assert (p.argmax(-1) == x.argmax(-1)).all() and p.amax(-1).min() > 1 - 1e-9
 
 
@@ -101,7 +101,7 @@ def test_gradients_sum_to_zero_and_stay_on_the_support(x, alpha):
 @pytest.mark.parametrize("n", [4096, 65536])
 @pytest.mark.parametrize("scale", [0.0, 1e-5, 1e-3, 0.1])
 def test_mild_scores_lose_no_mass(alpha, n, scale):
-    """Scores so alike that most keys share the row, where a fixed number of bisections is far from the threshold."""
+    """With almost equal scores most entries are positive, and a fixed number of bisections misses the threshold."""
     x = torch.randn(2, n, generator=torch.Generator().manual_seed(0)) * scale
     p = entmax(x, alpha)
     assert (p.double().sum(-1) - 1).abs().max() < 1e-6

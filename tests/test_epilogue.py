@@ -1,4 +1,4 @@
-"""The epilogue's language: text form, derivatives, proofs, and the split that `plan` and `lower` make."""
+"""The language of epilogues: text form, derivatives, proofs, and the split that `plan` and `lower` make."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ OURS_AND_TORCHS = {
 
 
 def points(low: float = -6.0, high: float = 6.0) -> torch.Tensor:
-    """0 and 0.5 among them, the kinks above."""
+    """Return equidistant points that include the kinks at 0 and 0.5."""
     return torch.linspace(low, high, 49, dtype=torch.float64).requires_grad_()
 
 
@@ -121,11 +121,14 @@ def test_every_scalar_step_is_tested():
 
 
 def check_program(program, function):
-    """Values and slopes in fp64, NaN included, beside PyTorch's, which multiplies by 1 / 6 in fp32 in hardsigmoid."""
+    """Compare values and slopes with PyTorch's in fp64, NaN included.
+
+    The slopes' tolerance is larger because PyTorch's hardsigmoid multiplies by 1 / 6 in fp32.
+    """
     x = torch.cat([torch.tensor([math.nan]), points().detach()]).requires_grad_()
     y = function(x)
     (slope,) = torch.autograd.grad(y.sum(), x)
-    # The slope of elu at NaN is NaN for vectors on a CPU in eager mode alone.
+    # Only in eager mode on a CPU, and only in vectorised code, the slope of elu at NaN is NaN.
     if any(step.fn == "elu" for step in program):
         (slope[:1],) = torch.autograd.grad(function(one := x[:1]).sum(), one)
     ours, our_slope = dual(program, x.detach())
@@ -142,7 +145,7 @@ def test_a_step_and_its_derivative_are_torchs(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_torchs(name):
-    """With PyTorch's defaults, so that the table has the same; its other constants are given."""
+    """PyTorch is called with its own defaults, which the table has to equal; required constants are given."""
     defaults = FUNCTIONS[name].defaults
     given = {key: 0.5 for key, value in defaults.items() if value is None}
     program = parse(FUNCTIONS[name].steps(*{**defaults, **given}.values()))
@@ -174,7 +177,7 @@ def test_powers(power):
     ],
 )
 def test_dual_of_a_program_is_autograds(text):
-    """Infinite slopes behind a flat step too: sqrt(relu(x)) has gradient 0 at x <= 0."""
+    """This includes infinite slopes after a flat step: sqrt(relu(x)) has gradient 0 at x <= 0."""
     program = parse(text)
     x = points()
     generator = torch.Generator().manual_seed(0)
@@ -192,7 +195,7 @@ def test_dual_of_a_program_is_autograds(text):
 
 @pytest.mark.parametrize("bound", ["clamp_min", "clamp_max", "maximum", "minimum"])
 def test_signs_that_turn_back_are_left_out(bound):
-    """Values and slopes stay, ties and what is not finite included."""
+    """Values and slopes stay the same, also at ties and for inputs that are not finite."""
     x = torch.tensor([-math.inf, -2.0, -0.5, 0.0, 0.5, 2.0, math.inf, math.nan])
     minus = Step("mul", (-1.0,))
     for program in ((minus, Step(bound, (0.5,)), minus), (Step("relu"), minus, minus)):
@@ -235,7 +238,7 @@ def test_row_steps_take_any_dtype(dtype):
         ("pow(3)", 1),
         ("relu | add(1) | pow(-1)", -1),
         ("threshold(0.5, 0)", 1),
-        ("row_mul(0) | relu | row_add(1)", 1),  # row steps are somebody else's business
+        ("row_mul(0) | relu | row_add(1)", 1),  # row steps do not affect the proof
         ("square", 0),
         ("log", 0),
         ("sqrt", 0),
@@ -340,7 +343,7 @@ def test_a_range_holds_every_value(program, low, width):
 
 
 def test_overflow_keeps_its_sign():
-    """(-1e200)^3 is -inf, so sqrt of it is not defined."""
+    """(-1e200)^3 is -inf, of which sqrt is not defined."""
     assert prove(parse("clamp_min(-1e200) | pow(3) | sqrt")).direction == 0
 
 
@@ -397,7 +400,7 @@ def test_an_additive_mask_is_a_shift():
 
 
 def evaluate(steps: str, z: torch.Tensor, rows: list[torch.Tensor], every: bool = False):
-    """The values that a plan means, from the logits [B, S, V]."""
+    """Compute the values that a plan defines from the logits [B, S, V]."""
     p = plan(steps, every)
     low = lower(p, rows, torch.float64)
     per_element = torch.full(z.shape[:1], not p.hoists)
@@ -420,7 +423,7 @@ def evaluate(steps: str, z: torch.Tensor, rows: list[torch.Tensor], every: bool 
 
 
 B, S, V = 4, 5, 6
-MASKS = {  # what a row operand holds
+MASKS = {  # kinds of row operands
     "binary": lambda g: torch.randint(0, 2, (B, S), generator=g).double(),
     "zeros": lambda g: torch.zeros(B, S, dtype=torch.float64),
     "ones": lambda g: torch.ones(B, S, dtype=torch.float64),
@@ -440,7 +443,7 @@ ADDED = {
 
 @st.composite
 def program_and_rows(draw):
-    """A program of scalar and row steps whose values stay finite until a mask says otherwise."""
+    """Draw a program of scalar and row steps with finite values, except where a mask produces infinities."""
     tame = "relu log1p tanh sigmoid atan softsign".split()
     steps, rows = [], []
     for _ in range(draw(st.integers(1, 6))):
@@ -469,7 +472,7 @@ def test_the_split_equals_the_maximum_over_elements(case, every):
     steps, rows, g = case
     z = torch.randn(B, S, V, generator=g, dtype=torch.float64)
     direct = run(parse(steps), z, rows).amax(1)
-    if direct.isnan().any():  # -inf * 0 in the user's own formula
+    if direct.isnan().any():  # the user's formula has -inf * 0
         return
     torch.testing.assert_close(evaluate(steps, z, rows, every), direct, rtol=1e-12, atol=1e-12)
 

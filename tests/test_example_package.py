@@ -1,4 +1,4 @@
-"""The example package as an outsider has it: built, installed beside the wheel, found, and its own tests run."""
+"""The example package as a third party has it: built, installed beside the wheel, found, and its own tests run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [
 
 
 def python(*arguments: str | Path, cwd: Path, path: Iterable[Path] = ()) -> str:
-    """Without the tests' own editable install: what is on the path is what was installed."""
+    """Run Python without the editable install of the tests, so that it finds the installed wheels only."""
     return processes.python(*arguments, cwd=cwd, path=path, timeout=600).stdout
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """A folder with both packages installed from their wheels."""
+    """Installs both packages from their wheels into a folder and returns it."""
     base = tmp_path_factory.mktemp("outsider")
     skipped = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.egg-info")
     for name, tree in (("ours", ROOT), ("theirs", EXAMPLE)):

@@ -43,7 +43,7 @@ def test_an_exported_program_is_rewritten_when_it_is_compiled():
 
 
 def test_an_exported_program_holds_operators_that_are_called_directly(tmp_path):
-    """Saved and read again, too."""
+    """This includes saving and loading the exported program."""
 
     class Head(torch.nn.Module):
         def forward(self, hidden, weight, mask):
@@ -58,7 +58,7 @@ def test_an_exported_program_holds_operators_that_are_called_directly(tmp_path):
 
 
 def test_an_export_is_as_written():
-    """What other exporters, ONNX's among them, start from: operators come in where Inductor compiles."""
+    """Other exporters, such as ONNX's, need the original operators. Rewrites happen when Inductor compiles."""
     sparse_inductor.enable(policy="always")
     program = exported(encoder().eval())
     assert not [n for n in program.graph.nodes if "sparse_inductor" in str(n.target)]
@@ -66,7 +66,7 @@ def test_an_export_is_as_written():
 
 @pytest.mark.heavy
 def test_a_backend_that_compiles_by_standalone_compile_is_rewritten():
-    """As vLLM's does, piece by piece."""
+    """vLLM's backend compiles graphs in this way, piece by piece."""
 
     def backend(gm, inputs):
         made = torch._inductor.standalone_compile(gm, inputs, dynamic_shapes="from_graph")
