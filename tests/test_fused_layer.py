@@ -1,4 +1,4 @@
-"""nn.TransformerEncoderLayer in inference is one fused call: rewritten in the graph, while eager code keeps its own."""
+"""nn.TransformerEncoderLayer in inference is one fused call: compiled code is rewritten, eager code keeps the call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_options_alone_rewrite_it():
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_padded_encoder_is_what_it_is_without_us(compiles):
-    """It packs its tokens into a nested tensor, where eager code takes the fused path: padding comes out as 0."""
+    """On the fused path, eager code packs tokens into a nested tensor, so that the results of padding are 0."""
     encoder = nn.TransformerEncoder(layer(), 2, mask_check=False).eval().requires_grad_(False)
     x = torch.randn(2, 5, 8)
 

@@ -1,4 +1,4 @@
-"""The fuzzer: its programs are rewritten, a failing one gets small, and some dozens of programs are right."""
+"""The fuzzer: its programs are rewritten, a failing one is shrunk, and some dozens of programs have no findings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_fails_gets_small():
 
 
 def test_a_process_whose_modes_are_left_on_runs_no_further_program():
-    with ThreadPoolExecutor(1) as thread:  # which has no modes on
+    with ThreadPoolExecutor(1) as thread:  # modes are off in a new thread
         assert thread.submit(_as_it_was).result()
     for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
         with mode:
@@ -87,7 +87,7 @@ def test_a_write_that_autograd_is_not_told_of_may_go_unnoticed():
     program = Program(0, (Input("x0", (3, 5), grad=True),), steps, ("p1",), training=True)
     outcome = check(program)
     assert not outcome.findings
-    # In 2.11 the graph itself has the write, and entmax stays out of it.
+    # In torch 2.11 the graph contains the write, so entmax is not rewritten.
     if torch.__version__ >= (2, 13):
         assert outcome.rewritten == {"entmax"}
 

@@ -1,4 +1,4 @@
-"""Decoders of TopK autoencoders that gather the rows of their weight: what is rewritten, and their numbers."""
+"""Decoders of TopK autoencoders that gather the rows of their weight: their rewrites and their results."""
 
 from __future__ import annotations
 
@@ -109,8 +109,11 @@ def of_bags(**options):
         (rows_without_a_gradient, "no gradient"),
         (of_rows(lambda w, i: F.embedding(i, w, padding_idx=3)), "padding_idx"),
         (of_rows(lambda w, i: F.embedding(i, w, scale_grad_by_freq=True)), "scale_grad_by_freq"),
-        (of_rows(lambda w, i: w[:20][i % 20]), ""),  # no indices of a topk
-        (of_rows(lambda w, i: w[i.mT.reshape(-1)].view(*i.shape, -1)), ""),  # in another order
+        (of_rows(lambda w, i: w[:20][i % 20]), ""),  # the indices are not those of a topk
+        (
+            of_rows(lambda w, i: w[i.mT.reshape(-1)].view(*i.shape, -1)),
+            "",
+        ),  # rows are in another order
         (of_rows(lambda w, i: torch.cat((w, w))[i]), "one row for each column"),
         (of_bags(padding_idx=3), "padding_idx"),
         (of_bags(max_norm=1.0), "renormalise"),

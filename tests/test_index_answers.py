@@ -1,4 +1,4 @@
-"""Pages of results, lowest scores, scores of candidates, and documents that replace others."""
+"""The index: pages of results, lowest scores, scores of candidates, and documents that replace others."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ def test_documents_replace_others():
 
 
 def test_copies_of_an_index_grow_and_lose_documents_apart():
-    """Their marks of deleted documents begin in one memory."""
+    """At first they share the memory of their deletion marks."""
     one = SparseIndex.build(torch.eye(V))
-    one.append(torch.eye(V)[:1])  # room for more
+    one.append(torch.eye(V)[:1])  # now the index has spare capacity
     two = copy.deepcopy(one)
     one.append(torch.eye(V)[:3])
     one.delete([V + 2])

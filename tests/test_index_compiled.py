@@ -1,4 +1,4 @@
-"""The compiled search of a SparseIndex gives the bits of the one by ATen's operations, and is not needed."""
+"""The compiled search of a SparseIndex has the same bits as the search by ATen operations, and is optional."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def alike(index: SparseIndex, q: Tensor, k: int, **filters) -> None:
     steps=st.sampled_from([1, 3, 10**6]), barred=st.sampled_from([0.0, 0.1, 0.75, 0.99, 1.0]),
 )  # fmt: skip
 def test_the_bits_are_those_of_aten(seed, n, k, b, steps, barred):
-    """steps: how many different weights there are; of few, many scores are equal."""
+    """steps: the number of different weights; with few of them, many scores are equal."""
     g = torch.Generator().manual_seed(seed)
     dense = (torch.rand(n, V, generator=g) * steps).round() / steps - 0.3
     index = SparseIndex.build(dense * (torch.rand(n, V, generator=g) < 0.3), num_terms=V)
@@ -59,14 +59,14 @@ def test_the_bits_are_those_of_aten(seed, n, k, b, steps, barred):
 
 
 def test_segments_and_chunks(monkeypatch):
-    """Chunks of 16,384 documents, and segments that one thread searches, or several do."""
+    """There are several chunks of 16,384 documents and several segments, searched by one thread or two."""
     monkeypatch.setattr(segment, "CAPACITY", 20_000)
     g = torch.Generator().manual_seed(0)
     dense = torch.rand(50_000, V, generator=g) * (torch.rand(50_000, V, generator=g) < 0.2)
     index = SparseIndex.build(dense)
     assert len(index.operands()[1]) == 3
-    deny = (torch.rand(50_000, 2, generator=g) < 0.3).T  # whose rows do not lie in one piece
-    # Of no document from 20,000 on for a while.
+    deny = (torch.rand(50_000, 2, generator=g) < 0.3).T  # not contiguous
+    # No document of the second segment (20,000 to 39,999) is allowed.
     few = torch.tensor([45_001, 16_384, 16_383, 45_000, 45_001])
     for k in (1, 100, 5000):
         for threads in (1, 2):
@@ -101,7 +101,7 @@ def test_a_small_collection_is_compiled_for_once_it_has_been_searched_much(monke
 
 
 def test_what_was_compiled_before_serves_at_once(tmp_path):
-    """In a new process, however small the collection is; and nothing is compiled for it where it was not."""
+    """A new process uses it even for a small collection, for which nothing would be compiled otherwise."""
     code = (
         "import sys, torch\n"
         "from sparse_inductor import SparseIndex\n"

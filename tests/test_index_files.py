@@ -1,4 +1,4 @@
-"""An index in a file: the old one or the new one, complete, whoever reads, writes, fails or is killed meanwhile."""
+"""An index in a file: readers find the old index or the new one, complete, even if a writer fails or is killed."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_file_or_folder_that_may_not_be_written_stays(tmp_path):
 
 @pytest.mark.parametrize("after", [0, 1, 3, "all"])
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, after):
-    """It says so after some writes, or when what was written is to last."""
+    """The error occurs after some writes, or in fsync."""
     path = tmp_path / "x"
     index_of(3).save(path)
     before = path.read_bytes()
@@ -172,11 +172,11 @@ def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(tmp_p
     assert names(tmp_path) == sorted([*others, "x"]) and len(SparseIndex.load(path)) == 4
 
 
-# Damage that checksums do not see: a file made with the package's own writer
+# Damage that checksums do not detect: files with wrong contents made by the package's own writer
 
 
 def damaged(path, change, **facts):
-    """An index written with some of its tensors changed."""
+    """Write an index after changing some of its tensors."""
     index = index_of(6)
     write = storage.write_tensors
     with pytest.MonkeyPatch.context() as patch:
@@ -239,7 +239,7 @@ def test_random_bytes_are_no_segmentation_fault(tmp_path, verify):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_reader_beside_a_writer_has_the_old_index_or_the_new_one(tmp_path, verify):
-    """The writer is another process; sizes differ, so that headers and data of two files would not fit."""
+    """The writer is another process. The two indexes differ in size, so that a mix of their parts would not load."""
     path = tmp_path / "x"
     both = [index_of(2000, 1), index_of(300, 2)]
     both[0].save(path)
@@ -274,8 +274,10 @@ def test_threads_that_save_to_one_path_leave_one_of_their_files(tmp_path):
 
 
 def kill_while_saving(path: Path, kills: int, seed: int) -> int:
-    """Processes that append and save are killed at random moments; every file there is afterwards is one that was
-    saved, and no older than the last one whose save had returned. Returns how many kills left an unfinished file."""
+    """Kill processes that append and save at random moments, and return how many kills left an unfinished file.
+
+    After each kill the file has to be a saved one, and not older than that of the last save that returned.
+    """
     pick, unfinished, saved = random.Random(seed), 0, 3
     index_of(saved).save(path)
     for _ in range(kills):
@@ -291,7 +293,7 @@ def kill_while_saving(path: Path, kills: int, seed: int) -> int:
             finally:
                 os._exit(1)
         os.close(write)
-        told = os.read(read, 8)  # it has saved at least once
+        told = os.read(read, 8)  # the process has saved at least once
         time.sleep(pick.random() * 0.01)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -318,7 +320,7 @@ def test_a_killed_save_loses_nothing(tmp_path):
 @pytest.mark.heavy
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_many_killed_saves_lose_nothing(tmp_path):
-    """KILLS of them, half of which interrupt a save."""
+    """KILLS kills, about half of which interrupt a save."""
     unfinished = kill_while_saving(tmp_path / "x", KILLS, 1)
     print(f"{KILLS} kills, {unfinished} of them in the middle of a save")
     assert unfinished > KILLS // 20, "the kills have to interrupt saves"

@@ -1,4 +1,4 @@
-"""A filtered search finds what a search of the documents that the filter leaves would find."""
+"""A filtered search has the results of a search in an index of the allowed documents alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_form_of_a_filter(form):
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_each_query_may_have_its_own_mask(monkeypatch, sparse):
-    monkeypatch.setattr(queries, "_CPU_BYTES", 4 * V * 2)  # two queries a block
+    monkeypatch.setattr(queries, "_CPU_BYTES", 4 * V * 2)  # two queries per block
     masks = torch.rand(B, N, generator=torch.Generator().manual_seed(3)) < 0.2
     masks[1] = False
     index, q = SparseIndex.build(collection()), queries_of()

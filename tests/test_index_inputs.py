@@ -1,4 +1,4 @@
-"""SparseIndex keeps what it was given, in whatever form and under whatever settings, or says what it cannot take."""
+"""SparseIndex accepts documents and queries in every form and under any global settings, or raises a clear error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V = 12
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    """Documents and queries go in several batches."""
+    """Makes documents and queries go through several batches."""
     monkeypatch.setattr(sources, "_LISTS", 3)
     monkeypatch.setattr(sources, "_BLOCK", 4)
     monkeypatch.setattr(queries, "_CPU_BYTES", 4 * V * 2)
@@ -65,7 +65,7 @@ def uncoalesced(dense):
 
 
 def strided_csr(dense):
-    """The values are every second element of a buffer, the indices int32."""
+    """Return a CSR tensor with strided values (every second element of a buffer) and int32 indices."""
     t = dense.to_sparse_csr()
     values = torch.stack((t.values(), torch.full_like(t.values(), 9.0)), 1)[:, 0]
     parts = t.crow_indices().int(), t.col_indices().int(), values
@@ -139,7 +139,7 @@ DOCUMENTS = {
 
 @contextlib.contextmanager
 def settings_of_others():
-    """What a program around it may have set."""
+    """Set modes and defaults that the calling program may have set."""
     with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -247,7 +247,7 @@ BUFFERS = {
 @pytest.mark.parametrize("form", BUFFERS)
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
 def test_the_caller_may_change_what_it_gave(form, weights):
-    """At once, or while a generator goes on with the same buffers."""
+    """It may do so after the call, or during it, in a generator that reuses its buffers."""
     dense = collection(8)
     given, buffers = BUFFERS[form](dense.clone())
     index = SparseIndex.build(given, num_terms=V, weights=weights)
@@ -296,7 +296,7 @@ def test_queries_in_every_form(form):
     want = index.search(q, 4)
     for batch in (q, q[:2], q[:0]):
         if not len(batch) and form.startswith(("rows", "pairs", "mappings")):
-            continue  # an empty list says nothing of terms, but is no error either
+            continue  # an empty list has no terms, but is no error
         scores, ids = index.search(QUERIES[form](batch), np.int64(4))
         assert scores.dtype == torch.float32 and scores.shape == (len(batch), 4)
         assert torch.equal(scores, want[0][: len(batch)])
@@ -536,7 +536,7 @@ def test_documents_that_come_one_at_a_time_make_few_segments(weights):
 
 
 def test_appends_wait_for_no_large_merge(monkeypatch):
-    """A merge reads a bounded number of postings, and the segments are as few as that allows."""
+    """A merge reads a bounded number of postings, and the number of segments stays small."""
     most = 60
     monkeypatch.setattr(contents, "_MERGED", most)
     merged, join = [], contents.Segment.join

@@ -1,4 +1,4 @@
-"""An index in other engines' formats: what is written can be read by the formats' own rules, and comes back."""
+"""An index in other engines' formats: written files follow the formats' rules, and reading them restores the index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import read_ciff, read_impacts, write_ciff, write_impacts
 
-V, N = 12, 300  # differences and impacts of one byte and of two
+V, N = 12, 300  # differences and impacts have one or two bytes
 TERMS = [f"t\u00e9rm{i}" for i in range(V)]
 NAMES = [f"d{i}" for i in range(N)]
 FORMATS = {"ciff": (write_ciff, read_ciff), "jsonl": (write_impacts, read_impacts)}
@@ -108,7 +108,7 @@ def test_no_documents(tmp_path, kind):
     assert (len(found), names, terms) == (0, [], [])
 
 
-# The format by hand: https://github.com/osirrc/ciff, whose messages are delimited by their lengths
+# The format written by hand (https://github.com/osirrc/ciff): messages are delimited by their lengths
 
 
 def message(*fields: tuple[int, int | bytes]) -> bytes:
@@ -133,7 +133,7 @@ def test_bytes_of_a_small_file(tmp_path):
     assert (tmp_path / "x").read_bytes() == delimited(
         message((1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 6))
         + b"\x39" + struct.pack("<d", 3.0) + message((8, about)),
-        message((1, b"a"), (2, 2), (3, 5), posting(0, 3), posting(1, 2)),  # terms in their order
+        message((1, b"a"), (2, 2), (3, 5), posting(0, 3), posting(1, 2)),  # terms have to be in order
         message((1, b"b"), (2, 1), (3, 1), posting(0, 1)),
         message((1, 0), (2, b"one"), (3, 4)), message((1, 1), (2, b"two"), (3, 2)),
     )  # fmt: skip
@@ -141,7 +141,7 @@ def test_bytes_of_a_small_file(tmp_path):
 
 @pytest.mark.parametrize("order", ["canonical", "other"])
 def test_a_file_of_another_writer(tmp_path, order):
-    """Document 0 is not written, as proto3 leaves out zeros; fields may come in another order."""
+    """proto3 omits zeros, so document number 0 is not in the file. Fields may be in another order."""
     first, second = message((2, 9)), message((1, 2), (2, 4))
     if order == "other":
         second = message((2, 4), (1, 2))
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         with pytest.raises(ValueError, match="x is "):
             read_ciff(tmp_path / "x")
     draw = np.random.default_rng(0)
-    for _ in range(300):  # and nothing but ValueErrors for any bytes
+    for _ in range(300):  # any bytes raise nothing but ValueError
         data = bytearray(draw.bytes(40))
         data[:2] = 4, 0x10
         (tmp_path / "x").write_bytes(data)
@@ -177,7 +177,7 @@ def test_lines_are_what_anserini_reads(tmp_path):
     with gzip.open(tmp_path / "x.jsonl.gz", "rt") as file:
         lines = [json.loads(line) for line in file]
     assert lines == [
-        {"id": "0", "contents": "", "vector": {"a": 4}},  # of 0.1 nothing is left
+        {"id": "0", "contents": "", "vector": {"a": 4}},  # 0.1 rounds to 0
         {"id": "1", "contents": "", "vector": {"b": 7}},
     ]
     assert read_impacts(tmp_path / "x.jsonl.gz").names == ["0", "1"]

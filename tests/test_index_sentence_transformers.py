@@ -1,4 +1,4 @@
-"""A SparseEncoder's documents and queries in an index: what sentence-transformers itself finds and measures."""
+"""A SparseEncoder's documents and queries in an index, with the results and metrics of sentence-transformers itself."""
 
 from __future__ import annotations
 

@@ -24,8 +24,11 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 
 
 class Service:
-    """One index, its writers and its searchers. What writers do is written down before they do it, so that the live
-    documents that a search found tell which moment it saw."""
+    """One index with its writers and searchers.
+
+    Writers record each state of the live documents before they make the change, so that the documents that a search
+    finds identify the state that it saw.
+    """
 
     TERMS = 32
 
@@ -46,10 +49,10 @@ class Service:
 
     @staticmethod
     def weight(ids: torch.Tensor) -> torch.Tensor:
-        return (1 + ids % 7).float()  # 8-bit weights hold them as they are, scaled by 7 / 255
+        return (1 + ids % 7).float()  # at most 7: with 8-bit weights the scale is 7 / 255
 
     def write(self) -> None:
-        """One append, delete or vacuum."""
+        """Append, delete or vacuum once."""
         with self.writing:
             count, choice = len(self.index), self.random.random()
             if choice < 0.6 and count < self.most:
@@ -74,7 +77,7 @@ class Service:
         self.moments[self._key(live)] = self.begun
 
     def search(self) -> None:
-        """All documents, of one moment not before the last write that was done."""
+        """Search all documents; they have to be one state, not older than the last finished write."""
         done = self.done
         scores, ids = self.index.search(torch.ones(2, self.TERMS), self.most + 50)
         if not torch.equal(ids[0], ids[1]):
@@ -114,7 +117,7 @@ def test_every_search_sees_one_moment(weights):
 
 @pytest.mark.heavy
 def test_every_search_of_200_threads_sees_one_moment():
-    """SOAK_SECONDS of them, a new index every 20 seconds."""
+    """The test runs for SOAK_SECONDS, with a new index every 20 seconds."""
     end, searches, writes, seed = time.monotonic() + SECONDS, 0, 0, 0
     while (left := end - time.monotonic()) > 0:
         service = Service(seed, 2000, ("float32", "float16", "int8")[seed % 3])
@@ -144,7 +147,7 @@ def test_a_search_within_an_append_and_a_delete_from_its_documents():
 
 
 def in_child(work, seconds: int = 40) -> int:
-    """The exit status of a forked child that works: 0 where it did."""
+    """Run `work` in a forked child and return its wait status, 0 on success."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -161,7 +164,7 @@ def in_child(work, seconds: int = 40) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_goes_on(tmp_path):
-    """The parent has threads of Python and of OpenMP, which the child has not: more than 32,768 numbers at a time."""
+    """The parent has Python and OpenMP threads, which the child lacks. OpenMP runs from 32,768 numbers on."""
     docs = (torch.rand(40_000, 2), torch.randint(0, 50, (40_000, 2)))
     matrix = torch.sparse_csr_tensor(
         torch.arange(0, 80_001, 2), docs[1].sort(1).values.reshape(-1), docs[0].reshape(-1), (40_000, 50),
@@ -248,7 +251,7 @@ def test_a_compiled_search_is_compiled_once(weights, query):
 
 
 def test_a_compiled_model_with_several_indexes_is_compiled_once():
-    """They are one piece of code to Dynamo, and share what it compiled."""
+    """Dynamo sees the same code for all of them, and they share its compiled graph."""
     count, indexes = Counted(), [SparseIndex.build(collection(n)) for n in (3, 5, 9)]
     search = torch.compile(lambda index, x: index.search(x, 2), fullgraph=True, backend=count)
     x = queries_of()
@@ -259,7 +262,7 @@ def test_a_compiled_model_with_several_indexes_is_compiled_once():
 
 
 def test_a_constant_query_is_searched_at_every_call():
-    """What Inductor folds of a frozen program must not be what an index held then."""
+    """Inductor's constant folding of a frozen program must not keep results of the index at compile time."""
     import torch._inductor.config as config
 
     index = SparseIndex.build(collection())

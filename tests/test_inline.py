@@ -1,4 +1,5 @@
-"""Operators whose kernels Inductor launches itself: where a graph gets what they do, and where it keeps them."""
+"""Operators with kernels that Inductor launches itself: where a graph gets the operator's body, and where it keeps the
+operator."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from sparse_inductor.ops._dispatch import inline
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """An operator that multiplies, whose body adds, and the graphs it was traced into."""
-    monkeypatch.setattr(_dispatch, "replays", lambda: True)  # as where Triton launches
+    """Registers an operator that multiplies, with a body that adds, and returns a list for the traced graphs."""
+    monkeypatch.setattr(_dispatch, "replays", lambda: True)  # as if Triton launched kernels
     lib = torch.library.Library("inline_test", "FRAGMENT")
     lib.define("twice(Tensor x, float factor) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl("twice", lambda x, factor: x * factor, "CPU")
@@ -56,7 +57,7 @@ def test_what_the_body_does_not_take_stays_the_operator(graphs):
 
 
 def test_what_the_body_cannot_launch_stays_the_operator(graphs):
-    """There is no second way to launch a kernel once Inductor has it."""
+    """Once Inductor launches a kernel, there is no fallback if it fails."""
 
     def body(x: Tensor, run: object) -> Tensor:
         torch.neg(x)
@@ -120,7 +121,7 @@ def test_eager_calls_run_the_operator(graphs):
 def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
     tokens, neurons, products, stats
 ):
-    """Too many tokens to skip a weight, too few to pack any: what is compiled is the block as it was written."""
+    """For too many tokens to skip weights and too few to pack rows, Inductor compiles the original dense block."""
     import sparse_inductor.ops  # noqa: F401
 
     graphs: list[str] = []
@@ -143,7 +144,7 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
         tensors = [torch.empty(*size, **like) for size in sizes]
         aot_function(block, fw_compiler=keep)(*tensors)
     if stats and tokens == 1:
-        products = 3  # only what is not counted is decoded by active neurons
+        products = 3  # decoding by active neurons computes no statistics
     assert graphs[-1].count("aten.mm") == products
     assert ("sparse_inductor.relu_ffn" in graphs[-1]) == (products == 0)
 
@@ -151,8 +152,8 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("up", [None, "", "relu"])
 def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(up, dtype):
-    """Values, statistics and the gradients of all of them."""
-    # The package has a function of that name.
+    """Values, statistics and all gradients are compared."""
+    # `sparse_inductor.ops.relu_ffn` as an attribute is the function.
     ops = importlib.import_module("sparse_inductor.ops.relu_ffn")
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""verify, doctor and the assertions on a GPU: the same answers with kernels and with Inductor's code."""
+"""verify, doctor and the assertions on a GPU, with kernels and with Inductor's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_verify_agrees(dtype, mode):
     options = {**sparse_inductor.options(only="splade_head", verify=True), **modes}
     fn = torch.compile(model, options=options)
     for _ in range(3):
-        # In a CUDA graph's memory: the next run writes over gradients, as over any result.
+        # Gradients are in a CUDA graph's memory, and the next run overwrites them.
         model.zero_grad(set_to_none=True)
         args[0].grad = None
         fn(*args).sum().backward()

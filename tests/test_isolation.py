@@ -1,4 +1,4 @@
-"""One odd program ends neither its compile nor the pattern: it is left as written, and the next one is rewritten."""
+"""A pattern that fails on one program leaves it as written: compilation succeeds, and the next program is rewritten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNBACKED = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": 
 
 
 class Head(nn.Module):
-    """A linear map and what a program does with it."""
+    """A linear layer and a function `rest(linear, x, *more)`."""
 
     def __init__(self, rest):
         super().__init__()
@@ -25,19 +25,19 @@ class Head(nn.Module):
 
 
 def packed(linear, tokens, ends):
-    """Sequences of one long tensor, cut where a tensor says."""
+    """Pool the sequences of one long tensor; their ends are given by a tensor."""
     at = ends.tolist()
     logits = torch.relu(linear(tokens))
     return torch.stack([logits[i:j].amax(0) for i, j in zip([0, *at], at)])
 
 
 def at_least(linear, x, n):
-    """Rows from the start of a batch, as many as a number says."""
+    """Pool the first n rows of a batch."""
     return torch.relu(linear(x)[:n]).amax(1)
 
 
 def indicators(linear, x):
-    """Which entries any position has."""
+    """Return 1 for the entries that are positive at any position."""
     return torch.where(linear(x) > 0, 1.0, 0.0).amax(1)
 
 
@@ -116,7 +116,7 @@ def test_an_integer_alpha(attention):
 
 
 def test_a_pattern_that_asks_about_unknown_sizes_is_silent():
-    """Nobody knows yet whether the node is of its family."""
+    """The pattern fails before it knows whether the node belongs to its family."""
 
     def rows(linear, x, ends):
         return linear(x[: ends.item()]).sum()
@@ -128,7 +128,7 @@ def test_a_pattern_that_asks_about_unknown_sizes_is_silent():
 
 
 def test_rows_of_no_scores_are_left_as_written():
-    """A trial has nothing to try; the package's function is traced, since the program writes to what is saved."""
+    """A trial run on no rows is impossible. The package's function is traced because a saved tensor is written to."""
     entmax = pytest.importorskip("entmax")
     weight = torch.randn(8, 8, requires_grad=True)
 

@@ -32,7 +32,7 @@ ops = torch.ops.sparse_inductor
 
 @pytest.fixture(autouse=True)
 def every_layer_works() -> Iterator[None]:
-    """Before a test, and after it."""
+    """Forgets failed kernels before and after each test."""
     forget_all()
     yield
     forget_all()
@@ -47,11 +47,11 @@ def forget_all() -> None:
         kept.clear()
 
 
-# What decides which layer computes an operator
+# The choice of the layer that computes an operator
 
 
 def made(fails: dict[Layer, Exception], follows: str | None = None) -> tuple[Any, list[Layer]]:
-    """An operator that doubles a tensor, with what each of its layers raises; and the layers that were tried."""
+    """Return an operator that doubles a tensor, with the given error in each layer, and a list of the tried layers."""
     tried: list[Layer] = []
 
     def double(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_aten_is_the_last_layer():
 
 
 def test_memory_that_kernels_lack_is_not_remembered():
-    """A GPU that is full for the moment cannot load a kernel."""
+    """A GPU whose memory is temporarily full cannot load a kernel."""
     fails = {Layer.NATIVE: RuntimeError("Triton Error [CUDA]: out of memory")}
     double, tried = made(fails)
     with warnings.catch_warnings():
@@ -113,7 +113,7 @@ def test_another_dtype_is_another_matter():
 
 @pytest.mark.filterwarnings("error")
 def test_what_every_layer_raises_is_the_programs_own():
-    """Arguments that do not fit; nothing is remembered."""
+    """An example is an error about invalid arguments; no layer is recorded as failed."""
     double, tried = made(dict.fromkeys(Layer, ValueError("x must be [M, K]")))
     for _ in range(2):
         with pytest.raises(ValueError, match="x must be"):
@@ -176,7 +176,7 @@ def test_a_failed_attempt_holds_no_memory():
 # Every kernel of every family
 
 
-# A device to a program and its tensors, of which floating ones may require gradients.
+# A function from a device to a program and its tensors; the floating-point ones may require gradients.
 Build = Callable[[torch.device], tuple[Callable[..., Any], list[Tensor]]]
 
 
@@ -206,7 +206,7 @@ def splade(device: torch.device, steps: str = "relu | log1p | row_mul(0)", mask:
 def relu_ffn(
     device: torch.device, tokens: int, share: float = 0.02, up: bool = True, stats: bool = False
 ):
-    """The last feature shifts the gates so that about `share` of them are positive, and all in the first rows."""
+    """Build a block in which the last feature makes about `share` of the gates positive, and all in the first rows."""
     K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 80, 16)
     x = _draw(device, tokens, K)
     x[:, -1] = 1
@@ -269,7 +269,7 @@ def sparse_scores(
 
 
 def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32"):
-    """What `SparseIndex.search` calls, where there are kernels on tensors packed for them."""
+    """Build the call of `SparseIndex.search`, on packed tensors if the query has kernels."""
     from sparse_inductor.kernels.sparse_scores import search as kernel
 
     dense = torch.rand(docs, 40, generator=_generator())
@@ -289,7 +289,7 @@ def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32")
 
 
 def several_processes(device: torch.device):
-    """What `ShardedIndex` merges."""
+    """Build the merge of two processes' results as in `ShardedIndex`."""
     scores = torch.rand(2, 3, 5, generator=_generator()).sort(descending=True).values.to(device)
     scores[1, 1, 3:] = -math.inf
     ids = torch.randint(0, 90, (2, 3, 5), generator=_generator(1)).to(device)
@@ -327,7 +327,7 @@ LEARNS = {name for name in CASES if not name.startswith("index")}
 
 
 class Failure(NamedTuple):
-    """What a kernel raises; launched: not before it has run."""
+    """An error that a kernel raises; with `launched`, after it has run."""
 
     error: Callable[[str], Exception]
     launched: bool = False
@@ -346,7 +346,7 @@ FAILURES = {
 def launched(
     fails: Callable[[str], bool] = lambda name: False, failure: str = "compiling"
 ) -> Iterator[set[str]]:
-    """Names of the kernels that are launched in the block; those that are to fail do so."""
+    """Collect the names of the kernels launched in the block; those for which `fails(name)` is true raise."""
     names: set[str] = set()
     kind: Any = InterpretedFunction if knobs.runtime.interpret else JITFunction
     usual = kind.run
@@ -370,13 +370,13 @@ def launched(
 
 
 def results(build: Build, device: torch.device, training: bool) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Build the program and return its outputs and, in training, gradients."""
     program, tensors = build(device)
     return step(program, [t.requires_grad_(training) for t in tensors], training)
 
 
 def step(program: Callable[..., Any], leaves: list[Tensor], training: bool) -> list[Tensor]:
-    """Outputs and, in training, the gradients of the leaves."""
+    """Run the program and return its outputs and, in training, the gradients of the leaves."""
     out = program(*leaves)
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
     if not training:
@@ -390,7 +390,7 @@ def step(program: Callable[..., Any], leaves: list[Tensor], training: bool) -> l
 
 @pytest.fixture
 def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Operators on a CPU's tensors run as on a GPU: by kernels, in Triton's interpreter."""
+    """Operators on CPU tensors run kernels, as on a GPU, in Triton's interpreter."""
     if not knobs.runtime.interpret:
         pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
     from sparse_inductor.kernels.relu_ffn import forward as blocks
@@ -443,7 +443,7 @@ def alike(got: list[Tensor], want: list[Tensor], tolerance: float, what: str) ->
         assert (a - b).norm() <= tolerance * b.norm() + 1e-6, what
 
 
-# All but a failure of each kind is left to `make test-all`: `test_no_kernel_compiles` crosses the same branches.
+# One failure of each kind runs in `make test`; `test_no_kernel_compiles` covers the same branches as the others.
 FAILING = [(n, training, f) for n in CASES for training in (False, True) for f in FAILURES]
 QUICK = [("sparse_scores", False, f) for f in FAILURES if f != "compiling"]
 
@@ -467,7 +467,7 @@ def test_every_kernel_that_fails_on_a_gpu(name, training, failure):
     "name", one_in(2, ("entmax_attention", "splade_head", "sparse_scores", "relu_ffn"))
 )
 def test_compiled_training_goes_on_where_kernels_fail(name, request):
-    """What is compiled before a kernel fails, and what is compiled when its operator is computed by ATen."""
+    """This holds for programs compiled before a kernel fails, and for programs compiled after the fallback to ATen."""
     case, cpu = CASES[name], torch.device("cpu")
     want = results(case, cpu, training=True)
     request.getfixturevalue("cpu_as_gpu")
@@ -489,7 +489,7 @@ def test_compiled_training_goes_on_where_kernels_fail(name, request):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ATen implementations ask nothing of a CPU's tensors either."""
+    """ATen implementations do not read values of CPU tensors for decisions, as on a GPU, where reading would wait."""
     for module in ("ops._linear_max_aten", "ops._relu_ffn_aten", "aten.sparse_scores"):
         aten = importlib.import_module(f"sparse_inductor.{module}")
         monkeypatch.setattr(aten, "looks_at", lambda t: False)
@@ -498,7 +498,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_no_kernel_compiles(name, training, request):
-    """Beside what the operators make of a CPU's tensors. Fakes say what ATen returns too."""
+    """Results are compared with the operators on CPU tensors, and with their fake kernels in shapes and strides."""
     case, cpu, training = CASES[name], torch.device("cpu"), training and name in LEARNS
     want = results(case, cpu, training)
     request.getfixturevalue("cpu_as_gpu")
@@ -512,7 +512,7 @@ def test_no_kernel_compiles(name, training, request):
 
 @pytest.mark.parametrize("form", ["padded", "rows", "offsets"])
 def test_scores_of_a_gpus_tensors_ask_nothing(form, as_on_a_gpu):
-    """Entries out of range count nothing, as for the kernels; entries may lie before and behind all documents."""
+    """Entries out of range are ignored, as in the kernels, and so are entries before and after all documents."""
     V, L, N = 20, 4, 6
     query = torch.rand(3, V, generator=_generator())
     ids = torch.randint(-V, V + 1, (N, L), generator=_generator(1))
@@ -586,7 +586,7 @@ def test_doctor_compiles_a_kernel_of_each_family(probe):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["splade_head", "relu_ffn", "entmax", "entmax_attention"])
 def test_compiled_programs_whose_kernels_fail(name, training):
-    """Inductor launches entmax itself: it keeps the operator, which has layers."""
+    """Inductor would launch entmax's kernels itself; if they fail, it keeps the operator, which has other layers."""
     cuda = torch.device("cuda")
     want = results(CASES[name], cuda, training)
 
@@ -606,7 +606,9 @@ def test_compiled_programs_whose_kernels_fail(name, training):
 def test_kernels_that_cannot_be_imported_are_named(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     operators = {pattern.op for pattern in registered().values()}
-    operators.add("sparse_inductor::sparse_gradient_linear")  # sparse_product's other one
+    operators.add(
+        "sparse_inductor::sparse_gradient_linear"
+    )  # the second operator of sparse_product
     assert {op.partition("::")[2] for op in operators} == {*ability._KERNELS}
     assert not any(ability.unimportable(op, cuda) for op in operators)
     monkeypatch.setitem(ability._KERNELS, "entmax", ("no_such_kernel",))
@@ -619,7 +621,7 @@ def test_kernels_that_cannot_be_imported_are_named(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in CASES if name in LEARNS])
 def test_cuda_graphs_of_programs_whose_kernels_fail(name):
-    """ATen never waits for the GPU."""
+    """The ATen implementations never wait for the GPU, so they can be captured."""
     cuda = torch.device("cuda")
     want = results(CASES[name], cuda, training=True)
     forget_all()

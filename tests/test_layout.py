@@ -1,4 +1,4 @@
-"""Folders and top modules of the package import one way: none reaches itself through others."""
+"""The imports between the package's folders and top-level modules have no cycles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from sources import PACKAGE, ROOT, source_files
 
-# Each of their folders has a place of its own in the order.
+# The subfolders of these folders count separately.
 DIVIDED = ("match", "kernels")
 
 
@@ -29,8 +29,10 @@ def folder(module: str) -> str:
 
 
 def imported(module: str, file: pathlib.Path) -> Iterator[str]:
-    """Modules of the package that are imported when this one is: what functions import comes later, and types are no
-    imports."""
+    """Yield the package's modules that are imported when this one is.
+
+    Imports within functions and for type checking do not count.
+    """
     for node in ast.parse(file.read_text()).body:
         if not isinstance(node, ast.ImportFrom):
             continue

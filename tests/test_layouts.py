@@ -1,4 +1,4 @@
-"""What a rewritten program returns has the strides that it has unrewritten."""
+"""The results of a rewritten program have the strides of the original program's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_results_have_the_strides_of_the_program(fn, dynamic):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_cut_from_a_block_is_a_tensor_of_its_own(rows, training):
-    """The operator returns a weighted sum of the activations as one of its statistics."""
+    """The weighted sum of the activations is a row of the operator's statistics, but must not be returned as a view."""
     up, down = nn.Linear(8, 40), nn.Linear(40, 8)
 
     def fn(x):
@@ -67,7 +67,7 @@ def test_what_is_cut_from_a_block_is_a_tensor_of_its_own(rows, training):
 
 @pytest.mark.parametrize("family", ["head", "scores"])
 def test_what_is_cut_from_a_sort_is_a_tensor_of_its_own(family):
-    """Unrewritten it is a view of all that was sorted, which a rewrite does not make."""
+    """In the original program it is a view of the whole sorted tensor, which does not exist after the rewrite."""
     decoder, ids, weights = nn.Linear(6, 9), torch.randint(0, 30, (20, 6)), torch.rand(20, 6)
     if family == "head":
         x = torch.randn(2, 5, 6)
@@ -88,7 +88,7 @@ def test_what_is_cut_from_a_sort_is_a_tensor_of_its_own(family):
 
 @pytest.mark.parametrize("family", ["head", "block"])
 def test_equal_calls_return_tensors_of_their_own(family):
-    """AOTAutograd computes them once, and each result has its own gradient."""
+    """AOTAutograd merges equal calls, but each result needs its own memory and gradient."""
     up, down = nn.Linear(6, 16), nn.Linear(16, 6)
     f = (lambda t: up(t).relu().amax(1)) if family == "head" else (lambda t: down(up(t).relu()))
     program = lambda x: (
@@ -110,7 +110,7 @@ def test_equal_calls_return_tensors_of_their_own(family):
 
 
 def test_calls_in_a_checkpoint_and_beside_it_return_tensors_of_their_own():
-    """AOTAutograd sees the bodies in the graph that calls them."""
+    """AOTAutograd inlines the bodies of checkpoints into the calling graph, and may merge calls across them."""
     up, down = nn.Linear(6, 16), nn.Linear(16, 6)
     block = lambda t: down(up(t).relu())
     again = lambda t: checkpoint(block, t, use_reentrant=False)

@@ -32,7 +32,7 @@ B, S, D, V = 2, 6, 4, 10
 
 
 def capture(fn: Callable, *args: Any, dynamic: bool = False) -> fx.GraphModule:
-    """The graph Dynamo makes of a call."""
+    """Return the graph that Dynamo captures of a call."""
     seen: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable:
@@ -111,7 +111,7 @@ UNARY = "relu log1p exp sigmoid logsigmoid neg max_all logical_not flatten".spli
 
 
 def of_two(fn: Callable, name: str) -> Callable:
-    """A spelling as a function of `x` and `y`; the table has PyTorch's unary functions as they are."""
+    """Return a spelling as a function of `x` and `y`, also if the table has a unary function of PyTorch."""
     if name in UNARY and getattr(fn, "__name__", "") != "<lambda>":
         return lambda x, y: fn(x)
     return lambda x, y: fn(x, y)
@@ -142,7 +142,7 @@ def test_a_comparison_may_be_a_method(name):
 
 
 def _of_the_arguments(node: fx.Node) -> str:
-    """A name that does not depend on the spelling: arguments by position, the rest by what they do."""
+    """Return a description of a node that does not depend on the spelling: canonical names of nested calls."""
     if node.op == "placeholder":
         return node.name
     call = canonical(node)
@@ -220,7 +220,7 @@ def assigned(y, m):
     y[m] = 0.0
 
 
-# what is done to a value, and the call whose result a reader behind it sees: None where that is no single one
+# A write to a value, and the call whose result a later reader sees; None if there is no single such call.
 WRITTEN = {
     "twice": (lambda y, m: (y.relu_(), y.log1p_()), "log1p"),
     "by an assignment": (assigned, "setitem"),
@@ -385,10 +385,10 @@ def product(gm: fx.GraphModule) -> fx.Node:
 
 @pytest.mark.parametrize("name", GEMMS)
 def test_every_product_is_the_same_linear(name):
-    """linear input with V in the place of D, times the [V, D] weight, is the product."""
+    """The product equals the linear's input (its D axis at the place of V) times the [V, D] weight."""
     gm = capture(GEMMS[name], H, W, BIAS)
     node = product(gm)
-    # Of two matrices either may be the weight.
+    # In a product of two matrices either may be the weight.
     readings = linears(GraphView(gm.graph), node)
     (linear,) = (r for r in readings if fake(node).shape[r.v_dim] == V)
     result, linear_input, weight = splice(
@@ -405,7 +405,7 @@ def test_every_product_is_the_same_linear(name):
 @pytest.mark.parametrize(
     "fn, readings",
     [
-        (lambda h, w, b: h @ h.mT, 0),  # attention scores: no matrix that all sequences share
+        (lambda h, w, b: h @ h.mT, 0),  # attention scores have no matrix that all sequences share
         (lambda h, w, b: torch.einsum("bsd,btd->bst", h, h), 0),
         (lambda h, w, b: torch.bmm(h, h.mT), 0),
         (lambda h, w, b: torch.addmm(b, h[0], w.t(), alpha=3), 0),  # weights times 3 are rounded
@@ -427,7 +427,7 @@ def test_what_is_no_product_has_no_reading():
 
 # --- Shapes: the vocabulary axis through views ----------------------------------------------------
 
-MOVES = {  # op on logits [B, S, V]: where V is afterwards, and which axis each axis came from
+MOVES = {  # op on logits [B, S, V], the resulting position of V, and the origin of each axis
     "transpose": (lambda z: z.transpose(1, 2), 1, (0, 2, 1)),
     "mT": (lambda z: z.mT, 1, (0, 2, 1)),
     "permute": (lambda z: z.permute(2, 0, 1), 0, (2, 0, 1)),
@@ -460,7 +460,7 @@ MOVES = {  # op on logits [B, S, V]: where V is afterwards, and which axis each 
 
 
 def moved(fn, *args):
-    """The graph of a view of logits, the view, and what it does to their last axis."""
+    """Return the graph of a view of logits, the view's node, and its effect on their last axis."""
     gm = capture(fn, *args)
     view, node = GraphView(gm.graph), returned(gm)
     return gm, node, move(view, node, view.call(node), 2)
@@ -478,7 +478,7 @@ def test_a_view_of_the_logits_is_the_same_view_of_the_input(name):
 
 @pytest.mark.parametrize("name", [n for n in MOVES if n not in ("expand_new_axis",)])
 def test_a_mask_takes_the_view_too(name):
-    """A per-token operand has 1 in the place of V: masking before the view is masking after it."""
+    """A per-token operand has size 1 at the place of V, so it can be masked before or after the view."""
     op, v_dim, _ = MOVES[name]
     mask = torch.arange(B * S).view(B, S, 1).float()
     gm, node, step = moved(lambda h, w, m: op(F.linear(h, w) * m), H, W, mask)
@@ -510,7 +510,7 @@ def test_views_that_lose_the_vocabulary(op, reason):
         moved(lambda h, w: op(F.linear(h, w)), H, W)
 
 
-# --- Whole heads: writes, and what is put in ------------------------------------------------------
+# --- Whole heads: writes, and replacements --------------------------------------------------------
 
 
 class Head(nn.Module):
@@ -528,7 +528,7 @@ MASK = (torch.arange(S) < torch.tensor([[S], [3]])).long()
 
 
 def rewritten(pool: Callable, mask: torch.Tensor = MASK) -> tuple[fx.GraphModule, Report]:
-    """The graph after the pass; its results are checked against the unchanged program."""
+    """Return the graph after the pass, and check its results against the unchanged program."""
     head = Head(pool)
     expected = head(H.clone(), mask.clone())
     gm = capture(head, H.clone(), mask.clone())
@@ -634,7 +634,7 @@ def test_writes_that_are_followed(pool, note):
 
 
 def test_an_input_that_is_written_to_afterwards():
-    """AOTAutograd's partitioner would read it in the backward as it is by then; without a backward nobody does."""
+    """AOTAutograd's partitioner could read its changed value in the backward. Without a backward it is rewritten."""
     gm, report = rewritten(_hidden_changes_after)
     assert "writes to an input that hidden is made of" in report.near_misses[0].reason
     assert not report.rewrites and "linear" in text(gm)
@@ -644,7 +644,7 @@ def test_an_input_that_is_written_to_afterwards():
 
 
 def text(gm: fx.GraphModule) -> str:
-    """A graph, one call a line, without what does not compute."""
+    """Return a graph as text, one call per line, without placeholders."""
     lines = []
     for n in gm.graph.nodes:
         if n.op == "placeholder":
@@ -715,7 +715,7 @@ return [getitem_3, getitem_4]""",
 
 @pytest.fixture
 def walked(monkeypatch):
-    """The nodes that are walked back from, and what for, each as often as it is."""
+    """Counts the backward walks by their first node and their kind."""
     counted: Counter[tuple[fx.Node, type]] = Counter()
     module = importlib.import_module("sparse_inductor.match.chains.backward_walk")
     walk = module._walk_back
@@ -729,7 +729,7 @@ def walked(monkeypatch):
 
 
 def test_a_residual_stream_is_walked_once(walked):
-    """Every linear on it asks for the value before it, and every sum for both of its operands."""
+    """Every linear on it needs a walk from its input, and every sum from both of its operands."""
     up, down = nn.Linear(4, 6), nn.Linear(6, 4)
 
     def stack(x):
@@ -746,7 +746,7 @@ def test_a_residual_stream_is_walked_once(walked):
 
 
 def test_a_residual_stream_longer_than_a_walk_is_walked_in_proportion(walked):
-    """Blocks that read the stream itself: a walk that is cut off is not made anew wherever it is asked for."""
+    """Blocks read the stream itself. A walk that hits the depth limit is not repeated for each of them."""
     up, down = tensor(8, 4), tensor(4, 8)
 
     def stream(x):
@@ -761,7 +761,7 @@ def test_a_residual_stream_longer_than_a_walk_is_walked_in_proportion(walked):
 
 
 def test_what_has_no_rectifier_above_it_is_not_walked(walked):
-    """Blocks on a residual stream in front of a head that has one."""
+    """Only the head at the end of a residual stream of blocks has a rectifier."""
     up, down = tensor(8, 4), tensor(4, 8)
 
     def stream(x):
@@ -777,7 +777,7 @@ def test_what_has_no_rectifier_above_it_is_not_walked(walked):
     ]
 
 
-# --- How much work it is --------------------------------------------------------------------------
+# --- The amount of work ---------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -798,7 +798,7 @@ class Encoder(nn.Module):
 
 
 def calls(run: Callable[..., Any], *args: Any) -> int:
-    """How many Python functions a call calls."""
+    """Return the number of Python function calls during a call."""
     found = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -823,7 +823,7 @@ def test_a_pattern_is_asked_nothing_about_graphs_without_its_signs():
 @pytest.mark.parametrize("activation", [F.gelu, F.relu])
 def test_the_work_is_in_proportion_to_the_graph(activation):
     work = []
-    for layers in (1, 4, 12):  # the first imports what is imported
+    for layers in (1, 4, 12):  # the first run includes imports
         graph = capture(Encoder(layers, activation), tensor(2, 3, 8)).graph
         run = RewritePass(
             registered().values(), Report(), policy=dict.fromkeys(registered(), "auto")
@@ -833,7 +833,7 @@ def test_the_work_is_in_proportion_to_the_graph(activation):
 
 
 def chain(length: int) -> fx.Graph:
-    """x + y + y + ..."""
+    """Return the graph of x + y + y + ..."""
     graph = fx.Graph()
     x, y = (graph.placeholder(name) for name in "xy")
     for node in (x, y):
@@ -846,7 +846,7 @@ def chain(length: int) -> fx.Graph:
 
 
 def test_a_long_stream_is_followed_once_to_its_start():
-    """Whether a tensor is a number, or the same along an axis, is asked of every sum on it, the last one first."""
+    """For every sum, the last one first, the test asks whether it is a constant and whether it varies along an axis."""
     graph = chain(2000)
     view = GraphView(graph)
     ends = [node for node in graph.nodes if node.op == "call_function"][::-1]
@@ -859,7 +859,7 @@ def test_a_long_stream_is_followed_once_to_its_start():
 
 
 def test_long_streams_are_compared_once():
-    """Whether two sums are the same is asked of every pair on two streams, the last ones first."""
+    """For every pair of sums on two streams, the last ones first, the test asks whether they have the same value."""
     graph = chain(2000)
     x, y = graph.find_nodes(op="placeholder")
     first = [node for node in graph.nodes if node.op == "call_function"]
@@ -878,7 +878,7 @@ def test_long_streams_are_compared_once():
 
 
 def test_inputs_and_modes_are_looked_at_once(monkeypatch):
-    """Not for every match."""
+    """This must not be repeated for every match."""
     seen: Counter = Counter()
 
     def counting(module: Any, name: str) -> None:
@@ -898,7 +898,7 @@ def test_inputs_and_modes_are_looked_at_once(monkeypatch):
 
 @pytest.mark.parametrize("how", ["inplace", "statement", "einsum", "view"])
 def test_one_look_tells_what_may_be_above(how):
-    """It may say so of more than is there, as above a matmul that is crossed by einsum, but never of less."""
+    """It may report operations that are not above a node, as for a matmul or an einsum, but must not miss any."""
     w = tensor(4, 4)
 
     def program(x):
