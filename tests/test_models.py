@@ -1,4 +1,4 @@
-"""Models of transformers and sentence-transformers, unchanged, with random weights: one rewrite, the same numbers."""
+"""Unchanged models of transformers and sentence-transformers with random weights: one rewrite, and equal results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODERNBERT = {
     **COMMON, "num_hidden_layers": 2, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1,
     "eos_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8,
 }  # fmt: skip
-# name: transformers' model, its configuration, and what that is given
+# name: transformers' model, its configuration, and the configuration's arguments
 MODELS = {
     "bert": ("BertForMaskedLM", "BertConfig", BERT),
     "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", DISTILBERT),
@@ -47,14 +47,14 @@ MODELS = {
 
 
 class Splade(nn.Module):
-    """max_s log(1 + relu(logits)) over the tokens that count."""
+    """A SPLADE encoder: max_s log(1 + relu(logits)) over the unmasked tokens."""
 
     def __init__(self, name: str, std: float = 0.3):
         super().__init__()
         torch.manual_seed(0)
         model, config, sizes = MODELS[name]
         self.lm = getattr(transformers, model)(getattr(transformers, config)(**sizes))
-        for p in self.lm.parameters():  # initialised to 0.02, which leaves logits near zero
+        for p in self.lm.parameters():  # the default, 0.02, would give logits near zero
             if p.dim() > 1:
                 nn.init.normal_(p, std=std)
 
@@ -70,7 +70,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 def check_head(build, training: bool, **fields) -> None:
-    """What `build` makes of no arguments: one head, and no logits are left."""
+    """Check that the program of `build()` has one rewritten head, and that no logits are left."""
     with only_splade_head():
         check(Case("", build, training=training, dense=B * S * V, **fields), how="aten")
 
@@ -87,7 +87,7 @@ def test_head_is_rewritten(name, training):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["bert", heavy("distilbert"), heavy("qwen2")])
 def test_dynamic_shapes(name):
-    """Dynamo may start over after it has called the backend: the same head, twice."""
+    """Dynamo may restart after it has called the backend; then the same head is rewritten twice."""
     case = Case("", lambda: (Splade(name), tokens()), "maybe", "twice", True, dynamic=True)
     with only_splade_head():
         found = check(case, how="aten")
@@ -97,14 +97,14 @@ def test_dynamic_shapes(name):
 
 
 def test_autocast():
-    """Small weights: in bf16 a deep random network is noise, in eager mode too."""
+    """Weights are small: in bf16, a deep random network with large weights gives noise, in eager mode too."""
     check_head(lambda: (Splade("bert", std=0.1), tokens()), True, autocast=torch.bfloat16)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bert", heavy("roberta"), "qwen2"])
 def test_a_tied_decoder_gets_the_gradients_of_both_uses(name):
-    """The embedding matrix is the decoder's weight: one parameter, read by a gather and by the operator."""
+    """The embedding matrix is the decoder's weight: one parameter that a gather and the operator read."""
     model = Splade(name).train()
     table = model.lm.get_input_embeddings().weight
     assert model.lm.get_output_embeddings().weight is table
@@ -123,7 +123,7 @@ def test_a_tied_decoder_gets_the_gradients_of_both_uses(name):
 def test_gradient_checkpointing(name):
     def checkpointed():
         model = Splade(name)
-        # Left on, transformers logs a warning in forward, at which Dynamo breaks the graph.
+        # If it stays on, transformers logs a warning in forward, and Dynamo breaks the graph there.
         model.lm.config.use_cache = False
         model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         return model, tokens()
@@ -132,7 +132,7 @@ def test_gradient_checkpointing(name):
 
 
 def test_logits_for_a_loss_as_well_are_left_alone():
-    """A masked-LM loss next to the pooling needs every logit."""
+    """A masked-LM loss beside the pooling needs every logit."""
 
     class WithLoss(Splade):
         def forward(self, ids, mask):
@@ -148,7 +148,7 @@ def test_logits_for_a_loss_as_well_are_left_alone():
 
 
 def test_only_the_backbone_is_compiled():
-    """The logits leave the graph, and the pooling is not inside it."""
+    """The graph returns the logits, and the pooling is outside of it."""
     model = Splade("bert").eval()
     with only_splade_head() as report, torch.no_grad():
         expected = model(*tokens())
@@ -164,7 +164,7 @@ SENTENCES = ["w1 w2 w3", "w4 w5 w6 w7 w8 w9", "w10"]
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    """A tiny BertForMaskedLM and a tokenizer, as a user would have them on disk."""
+    """A folder with a tiny BertForMaskedLM and a tokenizer."""
     folder = tempfile.TemporaryDirectory()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(V - 5)]
     vocab = Path(folder.name, "vocab.txt")
@@ -237,7 +237,7 @@ def features(mask: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def test_enable_takes_no_logits_from_anybody(encoder):
-    """Neither from a caller nor from a subclass of the loss, compiled or not."""
+    """Callers and losses still get the logits, compiled or not."""
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
     before = dict(vars(type(encoder))), dict(vars(SpladeLoss)), list(sys.meta_path)
@@ -285,8 +285,10 @@ def splade_loss(encoder, name: str = "SpladeLoss"):
 
 @pytest.mark.parametrize("name", ["SpladeLoss", heavy("CachedSpladeLoss")])
 def test_a_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint, name):
-    """Unchanged training code; gradients are those of the encoder that was not compiled. The cached loss embeds without
-    gradients first, and once more with them where those of its embeddings are known."""
+    """Training code is unchanged, and gradients are those of the uncompiled encoder.
+
+    The cached loss embeds without gradients first, and again with gradients once those of the embeddings are known.
+    """
     plain = sparse_encoder(checkpoint).train()
     ours = copy.deepcopy(plain)
     texts = [["w1 w2 w3", "w4 w5"], ["w6 w7 w8 w9", "w1 w2"]]
@@ -320,7 +322,7 @@ def test_sparse_encoder_with_inductor(encoder):
 
 
 def training_steps(model: nn.Module, forward, steps: int) -> list[Tensor]:
-    """Losses: the two passages of a query are told apart, with a FLOPS regulariser."""
+    """Train with a contrastive loss of a query and two passages and a FLOPS regulariser, and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(steps):
@@ -345,5 +347,5 @@ def test_training_with_inductor_is_training_with_eager():
         assert len(rewrites(report)) == 1
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     for (name, p), q in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        # AdamW's first steps have the gradient's sign: compare the gradients of the last step.
+        # AdamW's first steps depend on the signs of gradients alone, so compare the gradients of the last step.
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4, msg=name)

@@ -1,4 +1,4 @@
-"""The ways people run torch.compile: in each the program is rewritten and computes what eager computes."""
+"""The modes of torch.compile and autograd: in each, the program is rewritten and has the results of eager code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_trains_like_eager(program, model: nn.Module, eager: nn.Module, *args)
 
 
 def graphs_over(program, pairs, dynamic: bool | None) -> int:
-    """How many graphs Dynamo compiles for training steps of these batches and lengths."""
+    """Return the number of graphs that Dynamo compiles for training steps of these batch sizes and lengths."""
     torch._dynamo.reset()
     compiled = compile_without_codegen(program, dynamic=dynamic)
     for B, L in pairs:
@@ -78,7 +78,7 @@ def test_no_recompiles_beyond_those_of_the_unrewritten_program(kind, dynamic):
     theirs = graphs_over(kind(), pairs, dynamic)
     if kind is HeadOnly:
         assert patterns == {"splade_head"} and ours == theirs
-    else:  # unrewritten, the entmax package breaks the graph
+    else:  # without the rewrite, the entmax package breaks the graph
         assert patterns == BOTH and ours <= min(theirs, 2)
 
 
@@ -103,7 +103,7 @@ def test_compiled_autograd(report):
 
 
 class Checkpointed(Encoder):
-    """The whole encoder recomputed in the backward."""
+    """An encoder that is recomputed in the backward."""
 
     options: dict = {}
 
@@ -127,13 +127,13 @@ def test_activation_checkpointing(report, selective):
     compiled = compile_without_codegen(model)
     assert_trains_like_eager(compiled, model, eager, *batch())
     assert rewritten(report) == BOTH
-    # Without a policy the head runs again in the backward, with this one it does not; attention does in both.
+    # With the policy the head is not recomputed in the backward; attention is recomputed in both cases.
     assert compiled.calls("splade_head_train") == (1 if selective else 2)
     assert compiled.calls("entmax_attention_train") == 2
 
 
 def test_grad_scaler_under_autocast(report):
-    """Scaled steps are eager's, and an overflow skips the step and halves the scale."""
+    """Scaled steps equal eager's, and an overflow skips the step and halves the scale."""
     model, eager = encoder(), encoder()
     compiled = compile_without_codegen(model)
     scales, weights = [], []
@@ -179,7 +179,7 @@ def test_torch_func_is_declined_with_a_reason(report, transform):
 
 
 def test_what_stands_beside_a_transform_is_rewritten(report):
-    """Hugging Face builds its masks with vmap."""
+    """An example is Hugging Face's code, which builds masks with vmap."""
     model = encoder()
     ids, mask = batch()
 
@@ -202,7 +202,7 @@ def deterministic():
 
 
 def test_deterministic_mode(report, deterministic):
-    """Nothing in it refuses, and two runs agree in every bit."""
+    """No operator raises in this mode, and two runs agree bitwise."""
     runs = []
     for _ in range(2):
         model = encoder()
@@ -238,7 +238,7 @@ ENERGIES = {
 
 @pytest.mark.parametrize("forward", ENERGIES.values(), ids=ENERGIES)
 def test_gradients_that_the_program_turns_on_itself(report, forward):
-    """enable_grad inside a caller's no_grad, as samplers have it: what is cut or learnt there matters."""
+    """Samplers use enable_grad inside a caller's no_grad, so gradients inside the program matter."""
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)])
     twin = copy.deepcopy(layers)
@@ -259,7 +259,7 @@ def test_gradients_that_the_program_turns_on_itself(report, forward):
 
 
 def test_weights_that_come_from_meta(report):
-    """Built without memory, compiled, given weights, run."""
+    """The model is built on the meta device and compiled, and gets its weights afterwards."""
     trained = encoder()
     with torch.device("meta"):
         model = Encoder()
@@ -282,7 +282,7 @@ def test_the_operators_run_on_meta():
 
 @pytest.mark.gpu
 def test_several_streams(report):
-    """Two streams at once, each with its own inputs."""
+    """The program runs on two streams at once, with separate inputs."""
     model = encoder().cuda().requires_grad_(False)
     compiled = torch.compile(model)
     inputs = [tuple(t.cuda() for t in batch(16, 64, seed)) for seed in range(4)]
@@ -304,7 +304,7 @@ def test_several_streams(report):
 
 @pytest.mark.gpu
 def test_two_devices_in_one_process(report):
-    """One function compiled for the CPU and for the GPU."""
+    """One function is compiled for the CPU and for the GPU."""
     models = {device: encoder().to(device) for device in ("cpu", "cuda")}
     results = {}
     for device, model in models.items():

@@ -1,4 +1,4 @@
-"""Documents under names: what a dictionary of them by brute force gives, whatever was put, replaced and deleted."""
+"""An index of named documents: it agrees with a brute-force search of a dictionary after any changes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_file_is_one_of_an_index(tmp_path):
 
 
 def test_searches_beside_replacements_and_compaction():
-    """A document is always there, once, whichever filter names it."""
+    """A search always finds each document exactly once, with and without a filter."""
     index, stop, wrong = NamedIndex(V), threading.Event(), []
     index.put(["a", "b"], [{0: 1.0}, {0: 2.0}])
 
@@ -148,7 +148,7 @@ def test_searches_beside_replacements_and_compaction():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize("published", [False, True])
 def test_a_fork_while_another_thread_writes(monkeypatch, published):
-    """The child finds the document of a half-made `put` under its name, or not at all, and goes on."""
+    """The child finds the document of an unfinished `put` under its name or not at all, and can go on."""
     index, publish = NamedIndex(V), SparseIndex._publish
     index.put(["a"], [{0: 1.0}])
     half, go = threading.Event(), threading.Event()

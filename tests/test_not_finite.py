@@ -1,4 +1,4 @@
-"""What becomes of NaN and infinity; where that differs from the unrewritten program, it is documented."""
+"""The treatment of NaN and infinity; differences from the unrewritten program are documented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _compiled(module, *inputs):
 
 
 def test_minus_infinity_times_its_sign_is_zero():
-    """x * (x > 0) is NaN at -inf; here it is what the formula means, 0."""
+    """x * (x > 0) is NaN at -inf; the operator returns 0, which the formula means."""
 
     class Model(Vocabulary):
         def forward(self, h, forbid):
@@ -34,7 +34,7 @@ def test_minus_infinity_times_its_sign_is_zero():
 
 
 def test_a_poisoned_token_poisons_banned_terms_too():
-    """A term that is filled in the logits is one whose weight is 0: 0 times NaN is NaN, like the sequence's others."""
+    """Filling a term's logits is rewritten as a weight of 0 for that term, and 0 times NaN is NaN."""
 
     class Model(Vocabulary):
         def forward(self, h):
@@ -50,7 +50,7 @@ def test_a_poisoned_token_poisons_banned_terms_too():
 
 
 def _agrees(program, inputs, wanted, *given, only="relu_ffn"):
-    """Values and the gradients of `wanted` are those of the unrewritten program; returns the gradients."""
+    """Check that values and the gradients of `wanted` equal the unrewritten program's, and return the gradients."""
     want = program(*inputs)
     expected = torch.autograd.grad(want if given else want.sum(), wanted, *given, allow_unused=True)
     with sparse_inductor.enabled(only=only, policy="always"):
@@ -72,8 +72,11 @@ def _agrees(program, inputs, wanted, *given, only="relu_ffn"):
     ids=["product", "threshold", "square of a product", "clamps", "one clamp"],
 )
 def test_a_gradient_at_a_nan_is_that_of_eager(kept):
-    """A clamp and a product with a comparison have no slope there, F.threshold has one, and what follows may be NaN:
-    so the weights' gradients differ in the places where a state of NaN is finite."""
+    """At a NaN, a clamp and a product with a comparison have slope 0, and F.threshold has slope 1.
+
+    The factors that follow may be NaN, too. So these spellings differ in the weights' gradients for the finite features
+    of a token that has a NaN.
+    """
 
     def block(h, up, down):
         return F.linear(kept(F.linear(h, up)), down)
@@ -102,8 +105,10 @@ _T = torch.linspace(-0.5, 0.5, 16)
     ids="where rectified replaced filled product another_rectifier gated".split(),
 )
 def test_a_comparison_drops_what_is_no_number(kept, dropped):
-    """A NaN is above nothing: where() drops it, and -inf, where masked_fill of the contrary keeps it, and a product
-    with the comparison is 0."""
+    """A comparison with NaN is false, so where() drops NaN as well as -inf.
+
+    masked_fill with the opposite comparison keeps NaN, and a product with the comparison itself is 0.
+    """
 
     def block(h, gate, bias, up, down):
         return F.linear(kept(F.linear(h, gate, bias), F.linear(h, up)), down)
@@ -142,8 +147,10 @@ def _product_of_nan(h, up, down):
     "program", [_root_head, _root_head_at_its_bound, _root_block, _product_of_nan]
 )
 def test_zero_times_what_is_not_finite_is_nan_in_a_gradient(program):
-    """The slope of a root at 0, which is what a position that is not the largest, or not active, is given 0 of; or the
-    other factor of a product with a comparison."""
+    """The infinite value is the slope of a root at 0, or the NaN is the other factor of a product with a comparison.
+
+    Positions that are not the largest, or not active, have a gradient of 0, which is multiplied with it.
+    """
     h = torch.randn(2, 5, 8)
     up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     (expected,) = _agrees(program, (h, up, down), up, only=None)
@@ -153,8 +160,8 @@ def test_zero_times_what_is_not_finite_is_nan_in_a_gradient(program):
 @pytest.mark.parametrize("active", [torch.relu, lambda z: z * (z > 0.3)], ids=["relu", "product"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_gradient_that_is_not_finite_is_multiplied_by_zeros(active, gated):
-    """relu selects, and passes nothing on where it is 0; a product with a comparison, or with another projection, is
-    multiplied by what is 0 there."""
+    """Where a neuron is inactive, the backward of relu selects and gives 0. Products with a comparison or another
+    projection multiply the gradient by 0, which gives NaN for a gradient that is not finite."""
 
     def block(h, gate, bias, up, down):
         a = active(F.linear(h, gate, bias))
@@ -183,7 +190,7 @@ def test_a_term_that_is_nan_passes_a_gradient_of_zero_on():
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_masked_positions_and_the_gradient_of_a_maximum_that_is_nan(filled):
-    """amax gives every position a NaN then, and NaN times a mask's 0 is one; a mask that fills in passes none on."""
+    """amax then gives every position a NaN gradient. Times a mask's 0 it stays NaN; a fill blocks it."""
 
     def head(h, weight, keep):
         z = F.linear(h, weight)
@@ -233,7 +240,7 @@ def test_gradients_that_are_not_finite_stay_with_what_sparsemax_keeps(what):
 
 
 def test_scores_times_infinity_are_as_written():
-    """What raises on them, raises as it does unrewritten."""
+    """They are not rewritten, so the program raises the same error."""
     entmax15 = pytest.importorskip("entmax").entmax15
     program = lambda q: entmax15(q @ q.mT * float("inf"), -1) @ q
     with sparse_inductor.enabled(only="entmax_attention", policy="always"):

@@ -1,5 +1,5 @@
-"""What every operator promises PyTorch: shapes, dtypes and strides by its fake, the same numbers in every layout,
-results that are views of nothing, and what `torch.library.opcheck` asks, forward and backward."""
+"""Requirements on every operator: shapes, dtypes and strides as in its fake kernel, equal results in every layout,
+results that are not views, and the checks of `torch.library.opcheck`, forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def programs(batch: int, length: int):
-    """By name (operators of the tensors, the tensors' shapes)."""
+    """Return for each name a function that calls operators on tensors, and the shapes of these tensors."""
     x, square, heads = (batch, length, 4), (6, 4), (batch, 2, length, 4)
     head, block, attend = ops.splade_head, ops.relu_ffn, ops.entmax_attention
     scores = functools.partial(
@@ -38,7 +38,7 @@ def programs(batch: int, length: int):
     )
     kept = torch.arange(length).expand(batch, -1) % 3 > 0
     lengths = torch.arange(batch) % (length + 1)
-    # Where all rows of a weight are equal, rounding would say which are the largest.
+    # In a layout with equal rows of a weight, rounding would otherwise decide which values are the largest.
     apart = torch.arange(6.0)
     return {
         "relu_ffn": (lambda x, w, d: block(x, w, d), (x, square, (4, 6))),
@@ -115,13 +115,13 @@ def programs(batch: int, length: int):
 
 
 PROGRAMS = [*programs(1, 1)]
-# Their tensors have every kind of axes; of the others opcheck looks at one layout and one size.
+# Together their tensors have every kind of axis. The others are only run by opcheck, in one layout and size.
 OF_ANY_SIZE = (
     "relu_ffn", "relu_ffn_gated", "splade_head", "splade_head_rows", "splade_head_steps", "entmax",
     "entmax_rows_inside", "entmax_alpha", "entmax_attention", "entmax_attention_bias", "sparse_scores",
     "topk_encode", "sparse_decode", "sparse_product", "sparse_gradient_linear",
 )  # fmt: skip
-# Made of other operators, they return views of what these return.
+# These are composed of other operators and return views of their results.
 COMPOSED = ("sparse_product", "sparse_product_relu", "sparse_gradient_linear")
 
 
@@ -131,7 +131,7 @@ def tensors(shapes, layout=LAYOUTS["contiguous"]):
 
 
 def step(fn, inputs, layout=LAYOUTS["contiguous"]):
-    """The results of the operators, and gradients from cotangents of a layout."""
+    """Return the results of the operators, and gradients for cotangents of the given layout."""
     results = [t for t in pytree.tree_leaves(fn(*inputs)) if t.requires_grad]
     g = torch.Generator().manual_seed(1)
     cotangents = [layout(torch.randn(t.shape, generator=g)) for t in results]
@@ -173,7 +173,7 @@ def test_a_gradient_that_alone_is_asked_for_is_the_same(name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_are_views_of_nothing(name):
-    """The caller may write to them, which autograd refuses of a view that an autograd.Function returns."""
+    """The caller may write to results; autograd refuses writes to views that an autograd.Function returned."""
     fn, shapes = programs(3, 5)[name]
     inputs = tensors(shapes)
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_results_are_views_of_nothing(name):
 
 @pytest.mark.parametrize("name", OF_ANY_SIZE)
 def test_compiled_for_any_size(name):
-    """With the bits of eager, and results that may be written to."""
+    """Results have the same bits as in eager mode and may be written to."""
     fn, _ = programs(3, 5)[name]
     compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
     for sizes in ((3, 5), (4, 7)):
@@ -197,7 +197,7 @@ def test_compiled_for_any_size(name):
 
 
 def calls(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The operators that a training step calls, those that autograd and other operators call among them, and their
+    """Return the operators that a training step calls, also indirectly by autograd and other operators, with their
     arguments."""
     made: list[tuple[Any, tuple[Any, ...]]] = []
 
@@ -221,13 +221,13 @@ def calls(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_opcheck(name):
-    """Each once with its gradients, and those below autograd as they are called there."""
+    """Each operator is checked once: public ones with gradients, others with the arguments that autograd passes."""
     for op, args in {op: (op, args) for op, args in reversed(calls(name))}.values():
         torch.library.opcheck(op, args)
 
 
 def test_every_operator_is_called_here():
-    """But for those without a gradient, which have tests of their own."""
+    """Operators without a gradient are the exception; they have separate tests."""
     called = {op._schema.name.partition("::")[2] for name in PROGRAMS for op, _ in calls(name)}
     elsewhere = {name for name in _dispatch.functions if name.startswith("sparse_scores_")}
     assert called >= {*_dispatch.functions} - elsewhere

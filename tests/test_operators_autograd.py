@@ -1,4 +1,4 @@
-"""What autograd may ask of the operators: forward mode, second derivatives, weights that are tensor subclasses."""
+"""Autograd features beyond plain gradients: forward mode, second derivatives, weights that are tensor subclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(requires_grad: bool = False) -> torch.Tensor:
 
 
 def direct(pattern: str):
-    """The operator called directly on a [5, 4] tensor."""
+    """Return a function that calls the operator directly on a [5, 4] tensor."""
     square = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     return {
         "relu_ffn": lambda x: ops.relu_ffn(x, square, square),
@@ -64,7 +64,7 @@ def test_forward_mode_gives_the_tangent_or_runs_as_written(pattern, learns):
         assert not report.rewrites
         assert any("forward-mode" in miss.reason for miss in report.near_misses)
         if learns:
-            return  # what AOTAutograd makes of a compiled function that learns has no forward mode
+            return  # AOTAutograd's compiled training functions do not support forward mode
         compiled = compile_without_codegen(module)
         torch.testing.assert_close(around(x, direction), wanted)
         assert not report.rewrites
@@ -123,7 +123,7 @@ def test_a_gradient_that_the_graph_differentiates_is_as_written(pattern):
 
 PENALTIES = {
     "alone": lambda y, g, x: g.square().sum().backward(),
-    # `torch.autograd.grad` goes through what leads to its inputs alone, and the error has to be there.
+    # `torch.autograd.grad` visits only nodes on a path to its inputs, and the error has to be raised there, too.
     "of inputs": lambda y, g, x: torch.autograd.grad(y + g.square().sum(), x, allow_unused=True),
 }
 
@@ -158,7 +158,7 @@ def test_create_graph_alone_is_no_error():
 
 @pytest.mark.parametrize("pattern", LAYERS)
 def test_gradients_of_several_vectors_at_once(pattern):
-    """Right, or an error that names the operator: vmap has no fallback for one that takes or returns a list."""
+    """The gradients are right, or an error names the operator: vmap has no fallback for operators with lists."""
     module, x = layer(pattern), tokens(requires_grad=True)
 
     def rows(model):
@@ -181,7 +181,7 @@ def test_gradients_of_several_vectors_at_once(pattern):
 
 
 def test_hooks_that_take_what_is_saved_for_floating_point_numbers():
-    """An operator's indices of neurons, rounded to eight bits, would be those of others."""
+    """The hooks would round an operator's saved indices of neurons to eight bits, and thus change them."""
     torch.manual_seed(0)
     block, x = nn.Sequential(nn.Linear(D, 600), nn.ReLU(), nn.Linear(600, D)), torch.randn(9, D)
     rounded = torch.autograd.graph.saved_tensors_hooks(
@@ -219,7 +219,7 @@ def test_what_is_saved_may_wait_elsewhere(pattern):
 
 
 class Rounded(torch.Tensor):
-    """A weight that rounds itself in matrix products, as quantised weights do."""
+    """A weight subclass that rounds itself in matrix products, as quantised weights do."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -292,7 +292,7 @@ def add_to_input_by_a_view(f, x):
 
 PROGRAMS = {
     **{pattern: None for pattern in LAYERS if pattern != "entmax"},
-    "entmax": sort_sparsemax,  # in plain operations, which save none of its result
+    "entmax": sort_sparsemax,  # plain operations that do not save their result
 }
 
 
@@ -304,7 +304,7 @@ PROGRAMS = {
     ids=lambda f: f.__name__,
 )
 def test_what_is_saved_may_be_written_to(pattern, writes, learns):
-    """Where the program as written trains; weights that learn save more of it."""
+    """This holds if the original program can train; with trained weights it saves more tensors."""
     module = PROGRAMS[pattern] or layer(pattern).requires_grad_(learns)
 
     def step(program):
@@ -321,14 +321,14 @@ def test_what_is_saved_may_be_written_to(pattern, writes, learns):
     except RuntimeError:
         assert learns or pattern.startswith("entmax")
         return
-    # Rows written out that somebody else reads are left as they are.
+    # Sparsemax in plain operations is not rewritten if its operands have other readers.
     strict = pattern != "entmax" or writes in (add_to_result, scale_part_of_result)
     with sparse_inductor.enabled(only=pattern, strict=strict):
         torch.testing.assert_close(step(compile_without_codegen(program)), wanted)
 
 
 def test_a_bias_may_be_written_to_when_it_was_added():
-    """A linear map saves no bias; the operator does, and is not put in where AOTAutograd may read it again later."""
+    """A linear layer saves no bias, but the operator does. It is not used if AOTAutograd could read a changed bias."""
     decoder = layer("splade_head")
     (bias,) = (p for name, p in decoder.named_parameters() if name.endswith("bias"))
 

@@ -1,4 +1,4 @@
-"""An index that PyTorch refuses is refused by the rewritten program, with the error of the same type."""
+"""For an index out of range, the rewritten program raises an error of the same type as PyTorch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def outcome(program, q, ids, rows):
 
 
 def check(program, *calls):
-    """One compiled program does what eager does of each of these arguments."""
+    """Compile the program once, and compare its result or error with eager's for each of the calls."""
     expected = [outcome(program, *call) for call in calls]
     with only("sparse_scores") as report:
         compiled = compile_without_codegen(program)
@@ -86,7 +86,7 @@ IDS = torch.arange(N * L).view(N, L) % V
 
 
 def with_one(indices, at, *values):
-    """Copies of indices with another value in one place."""
+    """Return copies of indices with another value in one place."""
     for value in values:
         (copy := indices.clone())[at] = value
         yield copy

@@ -1,5 +1,5 @@
-"""However it is installed, the pattern files are modules of the package and nothing else lands
-beside it."""
+"""In every kind of installation the pattern files are modules of the package, and nothing else is
+installed beside it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def python(*arguments: str | Path, cwd: Path, path: Iterable[Path] = ()) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the source tree, so that nothing else on the path can be meant."""
+    """A copy of the source tree, isolated from everything else on the path."""
     tree = tmp_path_factory.mktemp("checkout") / "tree"
     skipped = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, tree, ignore=skipped)
@@ -52,7 +52,7 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(checkout, tmp_path_factory) -> Path:
-    """A folder with the sdist and the wheel that is built from it."""
+    """A folder with the sdist and the wheel that was built from it."""
     out = tmp_path_factory.mktemp("dist")
     python("-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
     return out
@@ -107,7 +107,7 @@ wrong: int = sparse_inductor.report()
 
 @pytest.mark.heavy
 def test_a_clients_mypy_accepts_the_types(dist, tmp_path):
-    """All of them but the last, which shows that they are seen at all."""
+    """It reports one error, for the last line of the client, which shows that it reads the types."""
     pytest.importorskip("mypy")
     target = installed(*dist.glob("*.whl"), tmp_path / "site")
     (tmp_path / "client.py").write_text(CLIENT)
@@ -128,7 +128,7 @@ def test_an_editable_install_imports(checkout, tmp_path):
     python("-c", build, cwd=checkout)
     (wheel,) = tmp_path.glob("*.whl")
     target = installed(wheel, tmp_path / "site")
-    # Without the tests' own editable install, where there is one.
+    # Remove the editable install of the tests from the path, if there is one.
     path = (
         "import os, site, sys\n"
         "here = 'sparse_inductor/__init__.py'\n"

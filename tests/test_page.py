@@ -1,4 +1,4 @@
-"""explain() as a page: what is in it, and how it looks in a browser at laptop and phone width."""
+"""explain() as a page: its contents, and its layout in a browser at laptop and phone width."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """So many layers, a head that is rewritten, one that nearly is, and a graph break."""
+    """A model with some layers, a head that is rewritten, a near miss, and a graph break."""
 
     def __init__(self, layers):
         super().__init__()
@@ -81,11 +81,11 @@ def small() -> str:
 
 @pytest.fixture(scope="module")
 def large() -> str:
-    """Two thousand nodes."""
+    """An explanation of a graph with two thousand nodes."""
     return page(205)
 
 
-# What is in it
+# Contents
 
 
 def test_the_page_loads_nothing(small):
@@ -224,7 +224,7 @@ addEventListener("load", () => {
 });
 </script>
 """
-# A browser's window has a least width; a frame has not.
+# A browser's window has a minimum width, a frame has none.
 FRAME = """<!doctype html><style>* {{ margin: 0; border: 0 }}</style>
 <script>addEventListener("message", e => document.getElementById("measured").textContent = e.data)</script>
 <iframe src="page.html" width="{width}" height="{height}"></iframe><pre id="measured"></pre>"""

@@ -1,4 +1,4 @@
-"""The registry: where patterns come from, and what is refused."""
+"""The registry of patterns: their sources, and invalid patterns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_class_is_not_a_pattern():
 
 
 def with_entry_points(tmp_path: Path, entries: str, code: str) -> subprocess.CompletedProcess:
-    """Run `code` where a package is installed that declares these entry points."""
+    """Run `code` with an installed package that declares these entry points."""
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""What patterns say of themselves: examples are rewritten and keep their numbers, near misses are not and say why."""
+"""The patterns' own examples are rewritten with equal results; their near misses are not, with the right reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mistake in a rewrite does not pass: neither a test that compares with the reference, nor verify."""
+"""Planted mistakes in rewrites are caught by comparison with the reference, by verify, and by the fuzzer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_without_a_bug_nothing_is_caught(name):
     )
 
 
-# `make test` has every third in `test_verify`, the others here.
+# In `make test`, every third bug runs in `test_verify` and the others here.
 @pytest.mark.parametrize(
     "bug", [bug if i % 3 else heavy(bug) for i, bug in enumerate(BUGS)], ids=lambda bug: bug.name
 )
@@ -43,10 +43,12 @@ def test_there_are_enough_of_them_in_every_family():
 
 def _skip_where_torch_does_not_run(mistake: Overlooked) -> None:
     if torch.__version__ < (2, 13) and ("island" in mistake.name or "cast of" in mistake.name):
-        # A linear map under inference_mode, which is left on.
+        # An "island" is a linear layer under inference_mode; this torch fails to compile it and leaves the mode on.
         pytest.skip("this torch drops casts that narrow itself, and does not compile islands")
     if run(mistake.program, mistake.program.function(), 0).error is not None:
-        pytest.skip("this torch does not run the program")  # 2.11 writes in no branch
+        pytest.skip(
+            "this torch does not run the program"
+        )  # torch 2.11 allows no writes in a branch
 
 
 @pytest.mark.parametrize("mistake", OVERLOOKED, ids=lambda m: m.name)
@@ -61,7 +63,7 @@ def test_verify_catches_what_is_overlooked_or_is_known_not_to(mistake: Overlooke
     assert by_verify(mistake) == mistake.by_verify
 
 
-# Of those that verify does not catch, and of one more in each of the other families, here; `make planted` has all.
+# The mistakes that verify does not catch, and one more in each family. `make planted` runs all.
 IN_EACH_FAMILY = {m.family: m for m in OVERLOOKED}.values()
 HERE = [m for m in OVERLOOKED if not m.by_verify or m in IN_EACH_FAMILY]
 
@@ -73,7 +75,7 @@ def test_the_fuzzer_catches_what_is_overlooked(mistake: Overlooked):
 
 
 @pytest.mark.heavy
-@pytest.mark.breaks_pattern  # of another program, the mistake makes what the operator refuses
+@pytest.mark.breaks_pattern  # in other programs the mistake produces arguments that the operator refuses
 @pytest.mark.parametrize("mistake", [*BUGS, *OVERLOOKED], ids=lambda m: m.name)
 def test_every_mistake_is_caught_by_two_of_three(mistake):
     if isinstance(mistake, Overlooked):

@@ -1,4 +1,4 @@
-"""Policy: blocks run as written until what they compute shows that the operator is faster, and go back."""
+"""The policy "auto": blocks run as written until counted densities show that the operator is faster, and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ["relu_ffn", "splade_head"]
 
 
 class Blocks(nn.Module):
-    """Two feed-forward blocks; a large negative bias makes one inactive."""
+    """Two feed-forward blocks; a large negative bias makes one of them inactive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,10 @@ def test_a_block_is_rewritten_when_it_becomes_sparse_and_goes_back(training):
 
 @pytest.fixture
 def popular_apart(looks_often, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is faster where 5 % are active, or cost as much with popular neurons apart, each as much as 2 %."""
+    """Sets the break-even point to 5 % active neurons, also for the cost with popular neurons computed separately.
+
+    Each popular neuron then costs as much as a neuron of which 2 % of the entries are active.
+    """
     pattern = registered()["relu_ffn"]
     apart = Apart(0.05, 0.02, 0.001)
     monkeypatch.setattr(type(pattern), "worth", lambda *_: Worth(0.05, "for this test", apart))
@@ -107,7 +110,7 @@ def popular_apart(looks_often, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("popular_apart")
 @pytest.mark.parametrize("training", [True, False])
 def test_popular_neurons_are_told_apart(training):
-    """One neuron in ten is active in half of the rows, the others nowhere; then all are in half of them."""
+    """At first one neuron in ten is active in half of the rows, the others in none; later all are in half of them."""
     model, reference, report = Blocks(), Blocks(), sparse_inductor.report()
     sparse_inductor.enable(only="relu_ffn")
     compiled = compile_without_codegen(model)
@@ -151,7 +154,7 @@ def test_popular_neurons_are_told_apart(training):
     ],
 )
 def test_which_blocks_have_popular_neurons(K, N, dtype, l1, told, monkeypatch):
-    """Those of which the operator takes them: of the others none is to be reckoned with."""
+    """Only blocks for which the operator supports popular neurons; the decision must not assume them for others."""
     from sparse_inductor.patterns import relu_ffn
 
     apart, given = Apart(0.05, 0.02, 0.001), []
@@ -277,7 +280,7 @@ def test_a_head_whose_weights_would_be_joined_at_every_call_is_left_as_written()
 
 
 def biased(*biases: float) -> Blocks:
-    """Blocks whose neurons have these biases, repeated."""
+    """Return blocks in which the neurons' biases are these values, repeated."""
     model = Blocks()
     with torch.no_grad():
         for up in model.ups:
@@ -286,7 +289,7 @@ def biased(*biases: float) -> Blocks:
 
 
 def inactive(*which: int) -> Blocks:
-    """Blocks of which these, or both, have no active neuron."""
+    """Return blocks of which the given ones, or by default both, have no active neuron."""
     model = Blocks()
     with torch.no_grad():
         for at in which or range(2):
@@ -295,7 +298,7 @@ def inactive(*which: int) -> Blocks:
 
 
 def changes(model: nn.Module, inputs, **how) -> tuple[int, int]:
-    """How many blocks are rewritten, and how often the frame was compiled, after it ran on each of the inputs."""
+    """Run on each of the inputs, and return the number of rewritten blocks and of compilations of the frame."""
     report = sparse_inductor.report()
     report.clear()
     sparse_inductor.enable(only="relu_ffn")
@@ -342,7 +345,7 @@ def test_where_nothing_runs_nothing_is_decided(shape):
 
 @pytest.mark.parametrize("counting", ["looks_often", "popular_apart"])
 def test_a_block_that_some_calls_give_no_rows(counting, request):
-    """An expert that no token chose, a batch that is empty: nothing is known of how many rows there will be."""
+    """Examples are an expert that no token chose and an empty batch. The number of rows is unknown at compile time."""
     request.getfixturevalue(counting)
     blocks = inactive(0)
 
@@ -401,7 +404,7 @@ def test_a_default_device_is_none_of_the_profiles():
 
 @pytest.mark.usefixtures("looks_often")
 def test_what_was_counted_before_a_reset_does_not_count():
-    """Dynamo compiles one and the same frame around every nn.Sequential."""
+    """Dynamo compiles the same frame for every nn.Sequential, so counters of an earlier model must not remain."""
     inputs = [torch.ones(3, 8)] * 8
     assert changes(nn.Sequential(Blocks()), inputs)[0] == 0
     torch._dynamo.reset()
@@ -455,7 +458,10 @@ def test_what_runs_again_in_the_backward_is_not_counted():
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("calls", [1, 4])
 def test_a_checkpoint_computes_again_what_it_computed(calls, monkeypatch):
-    """A decision falls in the forward, or when it is computed again; several calls wait for one backward."""
+    """A decision may occur in the forward or in its recomputation, and several calls may precede one backward.
+
+    The recomputation must run the same code as the forward.
+    """
     monkeypatch.setattr(profile, "LOOKS", (3,))
     model, reference, report = inactive(), inactive(), sparse_inductor.report()
     sparse_inductor.enable(only="relu_ffn")
@@ -529,7 +535,7 @@ def test_a_look_reads_some_calls_of_all_since_the_last():
 @pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("training", [False, True])
 def test_what_is_counted_is_what_the_product_reads(training):
-    """Whatever the dtype before autocast's cast: nothing is written for the count alone."""
+    """The count reads the product's operand, after autocast's cast, so that no tensor is written for the count only."""
 
     def squares(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return F.linear(torch.relu(F.linear(x, up)).float().square(), down)
@@ -539,7 +545,7 @@ def test_what_is_counted_is_what_the_product_reads(training):
     with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
         _, codes = run_and_get_code(torch.compile(squares), *args)
     (counted,) = re.findall(r"sparse_inductor_count\((\w+),", codes[0])
-    # The count and the product: what else has it, a kernel's result, has it last.
+    # The two calls are the count and the product; the kernel that writes it has it as its last argument.
     assert len(re.findall(rf"\w\({counted},", codes[0])) == 2
 
 
@@ -647,7 +653,7 @@ def test_every_pattern_has_break_even_points():
 
 
 def test_every_row_can_be_reached():
-    """The first row that fits decides: none may stand behind one that fits wherever it does."""
+    """The first matching row decides, so no row may follow one that matches in all of its cases."""
     for at, row in enumerate(break_even.TABLE):
         assert re.fullmatch(r"sm\d{2,3}|cuda|cpu", row.where), row
         assert 0 <= row.below <= 1, row
@@ -669,7 +675,7 @@ def test_every_row_can_be_reached():
     ],
 )
 def test_a_projection_above_thresholds_is_no_gated_block(gated, below, note, monkeypatch):
-    """JumpReLU multiplies one product by whether it is above the threshold of a neuron."""
+    """JumpReLU multiplies one product by the comparison of the same product with each neuron's threshold."""
     from sparse_inductor.patterns import relu_ffn
 
     found = []

@@ -1,4 +1,4 @@
-"""Only `sparse_inductor/compat` reaches into private parts of torch and Triton, and its places are documented."""
+"""Only `sparse_inductor/compat` uses private parts of torch and Triton, and these uses are documented."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sources import PACKAGE, ROOT, source_files
 FILES = [path for path in source_files() if PACKAGE / "compat" not in path.parents]
 
 LIBRARIES = ("torch", "triton", "functorch")
-# Without a public name, but documented for use outside of torch.
+# These modules have no public name, but are documented for use outside of torch.
 DOCUMENTED = ("torch.utils._pytree", "torch.utils._python_dispatch")
-# Operators' names, which belong to ATen's schemas.
+# Names of operators belong to ATen's schemas.
 OPERATORS = "torch.ops."
-# A named tuple's, which is public.
+# This method of named tuples is public.
 PUBLIC = {"_replace"}
 
 
@@ -27,7 +27,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(trees: list[ast.Module]) -> set[str]:
-    """Names that the package itself defines: functions, variables, attributes that are assigned."""
+    """Return the names that the package itself defines: functions, classes, variables, assigned attributes."""
     names: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -40,7 +40,7 @@ def own_names(trees: list[ast.Module]) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str | None:
-    """`a.b.c`, or None where it does not begin with a name."""
+    """Return an attribute chain as `a.b.c`, or None if it does not begin with a name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -49,7 +49,8 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def private_parts(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
-    """Lines and names: imports, attributes of what is imported, and attributes that the package does not define."""
+    """Yield lines and names of private parts: imports, attributes of imported names, and attributes that the package
+    does not define."""
     imported: dict[str, str] = {}
 
     def reaches(name: str) -> bool:

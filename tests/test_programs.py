@@ -1,4 +1,4 @@
-"""Every program of the corpus: recognised as expected, the report right, numbers as good as eager's, by one capture."""
+"""Every program of the corpus, captured once: recognition and report as expected, results as accurate as eager's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import heavy
 
 BY_ID = {case.id: case for case in CASES}
 
-# What Inductor makes of a rewritten graph is the same however it was written, so a few of each family go that far.
+# Inductor's treatment of a rewritten graph does not depend on its spelling, so a few programs of each family suffice.
 THROUGH_INDUCTOR = (
     "splade_head-naver__infer",
     "splade_head-naver__train",
@@ -33,8 +33,8 @@ THROUGH_INDUCTOR = (
 )
 
 
-# Of two programs in three that are expected to do the same in training, inference is left to `make test-all`: values
-# are compared in training, too, and what is declined without gradients is declined with them.
+# For two of three programs that are expected to behave alike in training, inference runs in `make test-all` only.
+# Training compares values, too, and a program that is declined in inference is also declined in training.
 TWICE = [
     case.id
     for case in CASES

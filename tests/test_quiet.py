@@ -1,4 +1,4 @@
-"""What is ours is silent, also where warnings are errors, and changes nothing that others can see."""
+"""The package gives no warnings of its own, also if warnings are errors, and changes no global state."""
 
 from __future__ import annotations
 

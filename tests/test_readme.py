@@ -1,4 +1,4 @@
-"""README.md: it is short, its program prints its report, its links and commands lead somewhere."""
+"""README.md: it is short, its program prints its report, and its links and commands exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are recorded and made again: what of ATen can be, and that it gives the bits of the function itself."""
+"""Recorded calls with ATen operators: which can be replayed, and that a replay has the bits of the original call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("nothing_recorded")
 
 
 def products(x: Tensor, weights: list[Tensor], bias: Tensor | None, factor: float) -> list[Tensor]:
-    """Products into rows of a buffer, parts of tensors, operands by name, writing in place, sizes that are drawn up."""
+    """Compute products into a part of a buffer, with writes in place, keyword operands, and factory functions."""
     room = x.new_empty(len(x) + 3, weights[0].shape[0])
     torch.mm(x, weights[0].t(), out=room[: len(x)])
     h = room[: len(x)]

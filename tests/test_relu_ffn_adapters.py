@@ -1,4 +1,4 @@
-"""Adapters of a feed-forward block: what is joined, where that would take too long, and that nothing else changes."""
+"""Adapters of a feed-forward block: which are joined with its weights, where that would take too long, and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def calls(explanation, name):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_one_operator_and_what_is_small(frozen):
-    """Of nine products three are left: of x with each A, and of the rows behind `down` with B."""
+    """Of nine products three remain beside the operator: x with each of two A, and the result with the last B."""
     m = Adapted(block, frozen, bias=True)
     found = assert_rewrites(m, (tokens(),), {"relu_ffn": 1})
     assert len(calls(found, "linear")) == 3
@@ -33,7 +33,7 @@ def test_one_operator_and_what_is_small(frozen):
 
 
 class Wide(nn.Module):
-    """A gate with an adapter, of so many bytes."""
+    """A gate projection of a given size with an adapter."""
 
     def __init__(self, neurons):
         super().__init__()
@@ -68,7 +68,7 @@ def test_weights_are_joined_where_it_takes_no_time(neurons, rows, training, reas
 
 
 class Weighed(nn.Module):
-    """An autoencoder with the activations weighed by the norms of the decoder's rows."""
+    """An autoencoder with activations that are multiplied by the norms of the decoder's rows."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""relu_ffn on a GPU: accuracy beside the dense block, gradients, repeatability, CUDA graphs whose density changes."""
+"""relu_ffn on a GPU: accuracy against the dense block, gradients, repeatability, CUDA graphs with changing density."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ relu_ffn = sparse_inductor.ops.relu_ffn
 
 
 def make(M, K=512, N=1408, D=512, share=0.02, dtype=torch.bfloat16, gated=True):
-    """Tokens and weights; the last feature shifts the gates so that about `share` of them are positive."""
+    """Return tokens and weights; the last feature shifts the gates so that about `share` of them are positive."""
     torch.manual_seed(0)
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=dtype)
     x = draw(M, K)
@@ -53,7 +53,7 @@ def test_as_close_to_the_truth_as_the_dense_block(dtype, M, share, gated):
     x, w = make(M, share=share, dtype=dtype, gated=gated)
     truth = dense(x.double(), {k: double(v) for k, v in w.items()})
     ours, theirs = error(relu_ffn(x, **w), truth), error(dense(x, w), truth)
-    # With a handful of active neurons the two are single draws of a rounding; fp32 sums have other orders.
+    # With very few active neurons the two errors are those of single roundings; fp32 sums have different orders.
     assert ours <= (1.2 if M * share > 1 else 2) * theirs + 3e-6
 
 
@@ -81,7 +81,7 @@ def test_gradients(share, gated, M):
 
 
 class Adapted(nn.Module):
-    """Layers with an adapter each (LoRA)."""
+    """A gated block with an adapter (LoRA) at each layer."""
 
     def __init__(self, K, N, rank=16):
         super().__init__()
@@ -103,7 +103,7 @@ class Adapted(nn.Module):
 
 
 def popular_block(M, gated, bias=True):
-    """A block of which 1 % is active, most of that among a few neurons."""
+    """Return a block in which 1 % of the entries are active, most of them in a few neurons."""
     x, w = make(M, N=2048, gated=gated, share=0.01)
     w["gate"][:, -1] = 0.8 * torch.randn(2048, device="cuda") - 2.98
     names = ["gate_bias", "up_bias"] if gated else ["gate_bias"]
@@ -153,7 +153,7 @@ def test_a_graph_follows_who_is_popular(popular):
             graph.replay()
             truth = dense(x.double(), {k: double(v) for k, v in w.items()})
             assert error(y, truth) <= 1.1 * error(dense(x, w), truth)
-        w["gate"][:, -1] = 1.0  # nothing is sparse any more
+        w["gate"][:, -1] = 1.0  # now the activations are dense
         graph.replay()
         truth = dense(x.double(), {k: double(v) for k, v in w.items()})
         assert error(y, truth) <= 1.1 * error(dense(x, w), truth)
@@ -173,11 +173,11 @@ def test_adapters_compiled(tokens, K, N):
     assert error(ours, truth) <= 1.1 * error(theirs, truth)
 
 
-# The down weights are transposed while gates are made (1 700, 4 100), or where rows turn out to be sparse (2 304).
+# The down weights are transposed during the gate product (1700, 4100), or later if rows are sparse (2304).
 @pytest.mark.usefixtures("small_blocks_are_packed")
 @pytest.mark.parametrize("M", [300, 1700, 2304, 4100])
 def test_a_graph_follows_the_density(M):
-    """One capture, replayed on sparse tokens, on dense ones and on a mixture, and on sparse ones again."""
+    """One captured graph is replayed on sparse tokens, on dense ones, on a mixture, and on sparse ones again."""
     x, w = make(M, share=0.01)
     with torch.no_grad():
         relu_ffn(x, **w)
@@ -211,7 +211,7 @@ class Block(nn.Module):
 @pytest.mark.usefixtures("small_blocks_are_packed")
 @pytest.mark.parametrize("texts", [4, 17])
 def test_training_step_compiled(texts):
-    """With a statistic: 260 tokens, which Inductor takes, and 1,105, which are packed."""
+    """The block has a statistic. Inductor computes 260 tokens with a dense block; 1,105 tokens are packed."""
     torch.manual_seed(0)
     block = Block(256, 704).cuda()
     x = torch.randn(texts, 65, 256, device="cuda")

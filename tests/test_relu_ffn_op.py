@@ -35,7 +35,7 @@ def weights(dtype=torch.float64, gated=True, bias=True, N=N, requires_grad=False
 
 
 def arguments(x, w, *more):
-    """Of the operators."""
+    """Return the arguments of the operators."""
     order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
     return (x, *(w[k] for k in order), None, None, "relu", "", False, False, *more)
 
@@ -159,7 +159,7 @@ def test_counts():
 
 
 def test_rows_beyond_the_capacity_have_exact_gradients():
-    """Rows with all 200 neurons active beside rows with none: nothing is dropped, nothing is saved for them."""
+    """Some rows have more active neurons than entries can be saved; they are recomputed, and no entry is dropped."""
     wide = 200
     w = weights(N=wide, requires_grad=True)
     x = tokens(8, requires_grad=True)
@@ -189,7 +189,7 @@ def test_what_is_saved_for_the_backward():
 @pytest.mark.parametrize("bias", [-2.2, -100.0])
 @pytest.mark.parametrize("M", [1, 3])
 def test_decoding_reads_few_neurons(M, bias, by_columns, dtype, monkeypatch):
-    """Sparse rows, and rows with none active, take the path that gathers weights: same values as the dense one."""
+    """Sparse rows and rows without active neurons use the path that gathers weights, with the dense path's values."""
     gathered = []
     few = _relu_ffn_aten._few
     monkeypatch.setattr(_relu_ffn_aten, "_few", lambda *a: gathered.append(a) or few(*a))
@@ -239,7 +239,7 @@ def test_popular_neurons_are_at_most_half(popular):
 
 
 def test_the_backward_reads_popular_neurons_apart():
-    """As kernels may have kept them: their entries are not among the packed ones."""
+    """Kernels may save popular neurons separately; then their entries are not among the packed ones."""
     ops, w, x = torch.ops.sparse_inductor, weights(), tokens(5)
     call = arguments(x, w)
     wanted = [True] * 9, [False] * 3
@@ -353,7 +353,7 @@ def test_errors_name_the_value(change, error, says):
     ],
 )
 def test_cut(steps, at):
-    """Below the zero threshold everything is zero, and what is just above it is not much below the true one."""
+    """Everything up to the zero threshold gives zero, and the threshold is at most 1e-5 below the true one."""
     found = zero_threshold(parse(steps))
     assert (found is None) == (at is None)
     if at is not None:
@@ -364,7 +364,7 @@ def test_cut(steps, at):
 
 @pytest.mark.parametrize("sizes", [(0, 4, 3), (5, 0, 3), (5, 4, 0), (0, 0, 0)], ids=str)
 def test_nothing_to_read_to_activate_or_to_return(sizes):
-    """x [.., K], K or the number of neurons or of results being 0."""
+    """The number of features, of neurons or of results is 0."""
     features, neurons, results = sizes
     inputs = [
         torch.randn(shape, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The residual that a single token's block is added to: where the operator takes it, and where it is left alone."""
+"""The residual to which a single token's block is added: when the operator adds it, and when it is left as written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ K, N = 16, 48
 
 
 class Layer(nn.Module):
-    """A pre-norm block of a transformer; `end` makes its result of the residual and the block's."""
+    """A pre-norm transformer block; `end` combines the residual and the block's result."""
 
     def __init__(self, end):
         super().__init__()
@@ -70,7 +70,7 @@ LEFT = {
 
 
 def _noted(layer, x, training=False, **how):
-    """Whether the rewrite's note tells of the residual; the numbers are the layer's own."""
+    """Compare results with the layer's, and return whether the rewrite's note mentions the residual."""
     with torch.set_grad_enabled(training), only("relu_ffn") as report:
         got = compile_without_codegen(layer, **how)(x.clone())
         (rewrite,) = rewrites(report, "relu_ffn")

@@ -36,14 +36,14 @@ def test_an_optimiser_step_of_a_library_model(kind):
 
 
 def test_a_dropout_of_nothing_at_any_size():
-    """dynamic=True makes a symbol of the rate."""
+    """dynamic=True makes the rate symbolic."""
     block = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Dropout(0.0), nn.Linear(48, 8)).train()
     found = assert_matches_reference(block, (torch.randn(2, 5, 8),), dynamic=True, aot=False)
     assert_rewrites(found, expected={"relu_ffn": 1})
 
 
 def _matched_on(device, tokens, statistics=False):
-    """A training step's block as the pattern matches it where the graph's tensors are on that device."""
+    """Match a training step's block as if the graph's tensors were on that device."""
 
     def block(x, gate, up, down):
         h = F.relu(x @ gate.t()) * (x @ up.t())
@@ -69,7 +69,7 @@ def _matched_on(device, tokens, statistics=False):
 @pytest.mark.parametrize(
     ("device", "tokens", "statistics", "projections"),
     [
-        # ATen's operators: both projections are kept, as without a rewrite
+        # Inductor uses the dense block, which keeps both projections, as without a rewrite.
         ("cuda", 512, False, 0),
         ("cuda", 512, True, 0),
         ("cuda", 65536, False, 2),
@@ -88,7 +88,7 @@ def _with_statistics(x, m):
 
 @pytest.mark.heavy
 def test_an_l1_term_makes_the_block_sparse():
-    """The recipe of TwELL (section 3.4): the statistic and its gradient come out of the operator."""
+    """This is the recipe of TwELL (section 3.4): the operator computes the statistic and its gradient."""
     block = Block(_with_statistics, bias=True)
     teacher = torch.randn(K, K)
     optimiser = torch.optim.Adam(block.parameters(), lr=3e-3)

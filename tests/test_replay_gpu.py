@@ -1,4 +1,4 @@
-"""On a GPU: a replayed call of each operator gives the bits of one that is planned, in eager code and in graphs."""
+"""Replay on a GPU: a replayed call of each operator has the bits of a planned one, in eager code and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ CASES = {
     "rows": rows(64, 500, dim=-1),
     "columns": rows(8, 300, 40, dim=1),
 }
-# The ones that the host would hold up; of these blocks the small ones in inference only.
+# These calls are limited by the host, so they must be replayed; the small blocks in inference only.
 REPLAYED = {
     "scores", "best scores", "best of many", "head", "head, 128 positions", "head in fp32", "block of a token",
     "block of a token, residual", "block of a few", "block of a few, residual", "block of 5000", "attention", "rows",
@@ -143,7 +143,7 @@ def test_replayed_calls_give_the_bits_of_planned_ones(name, training):
 
 @pytest.mark.parametrize("batch, k", [(1, 1000), (1, 10), (300, 40)])
 def test_searches(batch, k):
-    """Of which one has an answer that its threshold does not prove."""
+    """The threshold of the last search does not prove one of its answers."""
     g = torch.Generator(device="cuda").manual_seed(0)
     dense = torch.rand(20_000, 300, generator=g, device="cuda")
     dense *= torch.rand(20_000, 300, generator=g, device="cuda") < 0.1
@@ -176,7 +176,7 @@ def test_in_a_cuda_graph(name):
 
 @pytest.mark.parametrize("name", ["block of a few", "block of 5000"])
 def test_on_another_stream(name):
-    """What is recorded on one stream is replayed on the one that the caller is on."""
+    """A call recorded on one stream is replayed on the caller's current stream."""
     fn, inputs = CASES[name]
     sets = [inputs() for _ in range(6)]
     wanted = []
@@ -199,7 +199,7 @@ def test_on_another_stream(name):
 
 @pytest.mark.parametrize("name", ["block of 5000", "attention, long", "head", "best scores"])
 def test_kernels_are_compiled_ahead_of_the_first_call(name, monkeypatch):
-    """All that the call launches, and nothing of it has run by then."""
+    """All kernels that the call launches are compiled, and none of them has run by then."""
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_seen", {})
     given = CASES[name][1]()
@@ -222,7 +222,7 @@ def test_kernels_are_compiled_ahead_of_the_first_call(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["attention, long", "head"])
 def test_kernels_are_compiled_while_a_graph_is_traced(name, monkeypatch):
-    """The call finds what was begun where its shapes were asked for."""
+    """The call uses kernels that the shape propagation with fake tensors began to compile."""
     for kept in ("_compiled", "_seen", "_under_way"):
         monkeypatch.setattr(launch, kept, {})
     monkeypatch.setattr(ahead, "_begun", set())

@@ -1,4 +1,4 @@
-"""What a user reads: report, log lines, structured trace, explain."""
+"""Output for users: report, log lines, structured trace, explain."""
 
 from __future__ import annotations
 
@@ -244,8 +244,8 @@ def test_the_log_is_silent_without_it(tmp_path):
 
 @pytest.mark.heavy
 def test_torch_logs_leaves_the_operators_importable(tmp_path):
-    # torch imports the package and its subpackages to find their loggers while it is itself half
-    # imported.
+    # torch imports the package and its subpackages to find their loggers while torch itself is only
+    # partly imported.
     code = "import torch, sparse_inductor\nsparse_inductor.ops\n"
     run_script(code, tmp_path, TORCH_LOGS="+sparse_inductor")
 

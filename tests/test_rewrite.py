@@ -1,5 +1,5 @@
-"""The pass: valid graphs whatever a pattern does, nobody else's nodes touched, sensible choices
-between matches."""
+"""The pass: it leaves valid graphs whatever a pattern does, changes only matched nodes, and chooses
+sensibly between matches."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_report_that_fails_leaves_the_graph_as_it_was(part, monkeypatch):
 
 
 class Guarding(Toy):
-    """Asks a size, and declines, raises or matches."""
+    """A pattern that reads a size, and then declines, raises or matches."""
 
     def __init__(self, end):
         super().__init__()
@@ -289,8 +289,8 @@ class Guarding(Toy):
 
     def match(self, node, view):
         x = node.args[0].meta["example_value"]
-        assert x.shape[0] % 3 == 1  # a guard and a division that is known from now on
-        x.nonzero()  # a symbol that the data decide
+        assert x.shape[0] % 3 == 1  # adds a guard and a known divisibility
+        x.nonzero()  # adds a data-dependent symbol
         if self.end == "declines":
             return Miss("no", node)
         if self.end == "raises":

@@ -1,4 +1,4 @@
-"""Where the operators cannot run the program runs unrewritten, and one line says why; nothing grows with time."""
+"""If the operators cannot run, the program runs unrewritten and one line gives the reason; memory does not grow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparse_inductor import ability, admission, rewrite
 from sparse_inductor.ops import _linear_max_aten
 from support import compile_without_codegen
 
-# What the kernels need
+# Requirements of the kernels
 
 
 def not_installed(name):
@@ -102,7 +102,7 @@ def test_running_out_of_memory_is_said_and_leaves_the_program_usable(monkeypatch
 
 
 def test_nested_tensors_are_left_alone():
-    """The operators take none, and the pattern goes on with the next program."""
+    """The operators do not accept them, and the pattern still rewrites the next program."""
     sparse_inductor.enable(only="relu_ffn")
     block = Block(8)
 
@@ -121,13 +121,13 @@ def test_nested_tensors_are_left_alone():
 
 
 class Labelled(torch.Tensor):
-    """A class of its own, with PyTorch's operations."""
+    """A tensor subclass without operations of its own."""
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_inputs_of_another_class_are_left_alone(training):
-    """When a graph first runs, AOTAutograd lets no operator take them, PyTorch's own neither, which are handed views
-    here: those are plain tensors."""
+    """AOTAutograd does not pass such inputs to custom operators; PyTorch's own operators get views, which are plain
+    tensors."""
     sparse_inductor.enable(only="relu_ffn")
     block, x = Block(8), torch.randn(2, 3, 8)
     with torch.set_grad_enabled(training):
@@ -184,7 +184,7 @@ def repeated(step, times=30):
     ids=["product", "sum", "scores", "mask", "condition", "chain"],
 )  # fmt: skip
 def test_a_long_program_is_read_in_no_time(program):
-    """Each of 30 steps reads the one before it twice; of 600, one after the other, none is a RecursionError."""
+    """Each of 30 steps reads the previous one twice, and a chain of 600 steps must not raise RecursionError."""
     inputs = torch.randn(2, 5, 6), torch.randn(24, 6), torch.ones(5, 5, dtype=torch.bool)
     with sparse_inductor.enabled(), torch.no_grad():
         COMPILING["graph"](program)(*inputs)
@@ -197,9 +197,9 @@ def test_a_long_program_is_read_in_no_time(program):
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:sparse_inductor was enabled after")
 def test_a_long_run_does_not_grow():
-    """Training steps of ever new shapes: after the first quarter no graph is compiled, nothing is kept.
+    """In training steps of varying shapes, no graph is compiled and no memory is kept after the first quarter.
 
-    STEPS=2000 in the environment (`make long-run`) is the whole run.
+    STEPS=2000 in the environment (`make long-run`) makes the full run.
     """
     steps = int(os.environ.get("STEPS", "40"))
     sparse_inductor.enable()
@@ -222,7 +222,7 @@ def test_a_long_run_does_not_grow():
     assert compiled.dynamo_graphs == graphs <= 4
     assert living() <= tensors + 8
     assert len(str(sparse_inductor.report())) == report
-    # The highest it ever was, in KiB: the allocator's own moods are below 32 MiB.
+    # The peak is in KiB; fluctuations of the allocator are below 32 MiB.
     assert memory() - resident < 32 * 1024
 
 

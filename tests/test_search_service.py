@@ -1,4 +1,4 @@
-"""The example service finds what a search of its documents by brute force finds, through HTTP."""
+"""The example service has the results of a brute-force search of its documents, over HTTP."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_documents_come_change_and_go(example, tmp_path):
         (found,) = example.ask(address, "POST", "/search", body)["results"]
         assert found == [one for one in whole["results"][0][1:3] if one["score"] >= 0.01]
         assert example.ask(address, "GET", "/health") == {"documents": 7}
-    with example.running(example.Collection(file)) as address:  # what was saved
+    with example.running(example.Collection(file)) as address:  # the saved documents
         check(address)
         assert example.ask(address, "PUT", "/documents", {"c": {"3": 1.0}}) == {"replaced": 0}
 

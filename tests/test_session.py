@@ -1,4 +1,4 @@
-"""enable, disable, enabled, options: what is on, for whom, and that everything is given back."""
+"""enable, disable, enabled, options: which patterns are enabled, for which code, and that all state is restored."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_block_ends_after_an_exception_too():
     assert saved() == before
 
 
-# A warning for those who come late
+# The warning for enabling after a compilation
 
 
 def test_enable_after_a_compile_warns_and_says_what_to_do():
@@ -240,7 +240,7 @@ def test_enable_after_a_compile_warns_and_says_what_to_do():
         with sparse_inductor.enabled():
             pass
         sparse_inductor.enable()
-    assert [w.filename for w in warned] == [__file__] * 2  # of the caller
+    assert [w.filename for w in warned] == [__file__] * 2  # the warning points to the caller
 
 
 def test_where_warnings_are_errors_it_is_logged(caplog):
@@ -339,7 +339,7 @@ def test_class_methods_are_traced_while_entmax_is_enabled():
 
         @classmethod
         def backward(cls, ctx, grad):
-            return grad * 3  # not what autograd would find: it is this backward that runs
+            return grad * 3  # not the true gradient, which shows that this backward runs
 
     def graphs_of(x, **options):
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""An index split over processes gives what one index gives, bit by bit."""
+"""An index that is split over processes has the bits of a single index."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _work(rank: int, world: int, folder: str, device: str) -> None:
 
 
 def _fail(rank: int, world: int, folder: str) -> None:
-    """Whatever fails on one process fails on both, with the index and the files as they were."""
+    """An error on one process is raised on both, and the index and the files stay unchanged."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     try:
         dense, q, path = collection(), queries(), Path(folder) / "saved"

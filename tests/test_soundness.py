@@ -1,6 +1,6 @@
-"""Programs that a rewrite could get wrong, one or more of each kind: rewritten or not, they compute what eager does.
+"""Programs that a rewrite could get wrong, one or more of each kind: rewritten or not, they have eager's results.
 
-Values, what the program writes to, gradients and which results require one are compared.
+The tests compare values, written tensors, gradients, and which results require a gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALL = ("splade_head", "relu_ffn", "entmax", "entmax_attention", "sparse_scores")
 
 
 class _Layers(nn.Module):
-    """Linear maps `a` (6 to 8), `b` (8 to 6), `q`, `k` (6 to 6), documents and a program that uses them."""
+    """A module with linear layers `a` (6 to 8), `b` (8 to 6), `q`, `k` (6 to 6), documents, and a program on them."""
 
     def __init__(self, program: Callable[..., Any]):
         super().__init__()
@@ -43,8 +43,11 @@ class _Layers(nn.Module):
 
 
 class _Made:
-    """Layers of a program, eager or compiled: the graph that Dynamo made, rewritten or not, runs as it is with eager's
-    autograd. What torch's own passes do otherwise than eager, such as dropping casts before 2.13, is not looked at."""
+    """A program with its layers, eager or compiled.
+
+    If compiled, Dynamo's graph, rewritten or not, runs as it is, with eager's autograd. So these tests do not see
+    deviations of torch's own passes, such as dropped casts before torch 2.13.
+    """
 
     def __init__(self, program: Callable[..., Any], compiled: bool) -> None:
         torch.manual_seed(0)
@@ -52,7 +55,7 @@ class _Made:
         self.call = COMPILING["graph"](self.layers) if compiled else self.layers
 
     def run(self, inputs: tuple, training: bool) -> Any:
-        """Which results require a gradient; results, inputs afterwards and gradients."""
+        """Return which results require a gradient, and a list of results, inputs after the call, and gradients."""
         inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
         with torch.set_grad_enabled(training):
             results = self.call(*inputs)
@@ -77,7 +80,7 @@ def _assert_as_eager(
     training: bool = False,
     again: Iterable[tuple[torch.Tensor, ...]] = (),
 ) -> Any:
-    """A program, compiled once, does with these inputs, and with others `again`, what eager does; its rewrites."""
+    """Compile a program once, compare it with eager for the inputs and those in `again`, and return its rewrites."""
     several, eager = [inputs, *again], _Made(program, compiled=False)
     expected = [eager.run(given, training) for given in several]
     with only(*ALL) as report:
@@ -98,7 +101,7 @@ def _assert_refused(
     *inputs: torch.Tensor,
     again: Iterable[tuple[torch.Tensor, ...]] = (),
 ) -> Any:
-    """The rewritten program raises what eager does, each time; what was rewritten."""
+    """Check that the rewritten program raises eager's errors for all inputs, and return its rewrites."""
     several, eager = [inputs, *again], _Made(program, compiled=False)
     with only(*ALL) as report:
         compiled = _Made(program, compiled=True)
@@ -111,7 +114,7 @@ def _assert_refused(
 
 
 def test_what_a_checkpoint_wrote_before_is_not_saved():
-    """AOTAutograd runs the checkpoint's body again for what a backward saves of it: here nothing."""
+    """AOTAutograd would run the checkpoint's body again in the backward to recompute a tensor that a rewrite saves."""
 
     def block(x, a, b):
         torch.utils.checkpoint.checkpoint(lambda m: m.mul_(0.5), a.detach(), use_reentrant=False)
@@ -165,7 +168,7 @@ def test_a_gradient_reads_what_was_written_to_a_result(result):
         return y
 
     x = torch.randn(2, 3, 6)
-    # The package's own frame, of which nobody writes to anything, may be rewritten.
+    # Where the graph breaks, the package's own frame may be rewritten, because it contains no write.
     assert "splade_head" not in _assert_as_eager(program, x, training=True)
     assert _assert_as_eager(program, x)
 
@@ -385,7 +388,10 @@ def test_a_wider_alpha_widens():
 )
 def test_scores_in_double_precision_are_computed_in_it(scores):
     q, ids, w = torch.rand(2, 30), torch.randint(0, 8, (8, 64)), torch.rand(8, 64)
-    q, w = (q * 16).round() / 16, (w * 16).round() / 16 + 2**12  # whose products are exact
+    q, w = (
+        (q * 16).round() / 16,
+        (w * 16).round() / 16 + 2**12,
+    )  # their products are exact in double precision
     with only("sparse_scores") as report, torch.no_grad():
         got = compile_without_codegen(scores)(q, ids, w)
         assert report.rewrites
@@ -393,7 +399,7 @@ def test_scores_in_double_precision_are_computed_in_it(scores):
 
 
 def test_a_maximum_that_its_mask_makes_no_number_has_the_gradient_of_eager():
-    """NaN everywhere or at some positions, and 0 times infinity."""
+    """The maximum is NaN by a mask with NaN, everywhere or at some positions, or by 0 times infinity."""
     head = lambda m, x, mask: (torch.log1p(torch.relu(m.a(x))) * mask[..., None]).amax(1)
     x, masks = torch.randn(2, 5, 6), torch.ones(3, 2, 5)
     masks[0], masks[1, :, 1:3], masks[2] = torch.nan, torch.nan, -torch.inf
@@ -412,7 +418,7 @@ def test_a_gradient_that_is_not_finite_reaches_the_positions_that_it_reaches_in_
         torch.ones(2, 5),
         torch.ones(2, 2, 8),
     )
-    mask[1, 1:] = 0  # and its maxima are 0 where the first logit is not positive
+    mask[1, 1:] = 0  # here maxima are 0 unless the first logit is positive
     scales[0, 1, ::2], scales[1, 1, ::2] = torch.nan, torch.inf
     found = _assert_as_eager(head, x, mask, scales[0], training=True, again=[(x, mask, scales[1])])
     assert found == ["splade_head"]
@@ -442,7 +448,7 @@ def test_fmax_is_no_maximum():
 
 
 def test_a_maximum_that_torch_has_no_gradient_of_has_none():
-    """As aminmax had none in torch 2.11."""
+    """An example is aminmax in torch 2.11."""
 
     def refused(compiled):
         head = lambda m, x: torch.relu(m.a(x)).aminmax(dim=1).max
@@ -464,7 +470,10 @@ def test_what_is_made_under_inference_mode_is_saved_by_nobody():
             x = x * 2
         return m.b(torch.relu(m.a(x)))
 
-    with only(*ALL) as report, contextlib.suppress(RuntimeError):  # as eager, and not all backends
+    with (
+        only(*ALL) as report,
+        contextlib.suppress(RuntimeError),
+    ):  # raises in eager mode and in some backends
         _run(block, (torch.randn(2, 5, 6),), True, compiled=True)
     assert not report.rewrites
     assert report.near_misses
@@ -475,7 +484,7 @@ def test_what_is_made_under_inference_mode_is_saved_by_nobody():
     reason="torch 2.11 refuses it with softmax, too, and is left unusable",
 )
 def test_probabilities_that_are_multiplied_in_inference_mode():
-    """There AOTAutograd takes no views of tensors from outside, such as the operands of attention."""
+    """In inference mode AOTAutograd accepts no views of outside tensors, such as the operands of attention."""
 
     def program(q, k, v):
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
@@ -492,8 +501,10 @@ def test_probabilities_that_are_multiplied_in_inference_mode():
 
 
 def test_a_caller_may_write_to_what_an_operator_saves():
-    """Its result, also through a view or of a copy, or its input. Inductor takes copies out, so that it has to generate
-    code."""
+    """These are its result, also through a view or in a copy, and its input.
+
+    The test generates code, because Inductor then removes copies.
+    """
     names = {"entmax", "entmax_attention", "sparse_decode"}
     draw = functools.partial(torch.randn, 4, 7, 7, dtype=torch.float64)
     q = draw(generator=torch.Generator().manual_seed(1))
@@ -526,7 +537,7 @@ def test_a_caller_may_write_to_what_an_operator_saves():
     ids=["clone", "mul", "repeat", "sum"],
 )
 def test_a_caller_may_write_to_a_copy(copied):
-    """Inductor returns what it is a copy of. Dynamo alone ends the graph before the copy is made."""
+    """Inductor may return the original instead of a copy. Without the plugin, the graph ends before the copy."""
 
     def program(q, k, v, normalise=entmax.sparsemax):
         keys = k @ v
@@ -545,7 +556,7 @@ def test_a_caller_may_write_to_a_copy(copied):
         try:
             found = run(torch.compile(program))
         except RuntimeError:
-            # From torch 2.14 on a product by 1 is that tensor, in any whole graph.
+            # From torch 2.14 on, a product with 1 returns the same tensor in every whole graph.
             with pytest.raises(RuntimeError):
                 run(torch.compile(program), torch.softmax)
             pytest.skip("this torch returns the tensor that it saves, as it does without us")
@@ -579,7 +590,7 @@ def test_a_mask_of_zeros_does_not_hide_an_infinite_weight():
 
 
 def test_a_gradient_reads_alpha_as_it_is_by_then():
-    """The package's bisections keep alpha without autograd's knowledge."""
+    """The package's bisections store alpha without autograd, so their gradients use a later value of it."""
 
     def program(m, x, alpha):
         y = entmax.entmax_bisect(m.q(x), alpha, dim=-1)
@@ -593,7 +604,7 @@ def test_a_gradient_reads_alpha_as_it_is_by_then():
 
 @pytest.mark.parametrize("product", [F.linear, lambda x, weight: x @ weight.T])
 def test_what_is_given_other_memory_is_left_alone(product):
-    """A view of it keeps the memory that it had."""
+    """A view of the tensor keeps its earlier memory."""
 
     def program(m, x, weight):
         h = torch.relu(product(x, weight))
@@ -620,7 +631,7 @@ def test_weights_that_are_written_past_autograd_are_read_as_they_are_by_then(lea
     "made", [lambda bias: bias, lambda bias: bias * 2], ids=["as it is", "scaled"]
 )
 def test_an_input_that_is_written_to_later_is_not_read_by_the_gradient(made):
-    """The sum does not save it; the operator would, and AOTAutograd computes a copy of it again in the backward."""
+    """A sum does not save the input, but the operator would. A copy does not help: AOTAutograd may recompute it."""
 
     def program(m, x, bias):
         y = entmax.sparsemax(m.q(x) @ m.k(x).mT + made(bias), dim=-1) @ x
@@ -654,7 +665,7 @@ def test_who_reads_strides_sees_those_of_eager(reads):
 
 
 def test_who_reads_the_memory_of_a_sort_sees_that_of_eager():
-    """Its last and its first k are rewritten as tensors of their own."""
+    """A rewrite would return the last or the first k elements as new tensors instead of views."""
 
     def head(m, x, mask):
         y = (torch.relu(m.a(x)) * mask).sort(1).values[:, -1]
@@ -678,7 +689,7 @@ _LOWERED = {
 
 @pytest.mark.parametrize("name", _LOWERED)
 def test_scores_of_minus_infinity_have_the_gradient_of_eager(name):
-    """NaN in that of the closed form of entmax-1.5 by sorting: variances of infinities."""
+    """The gradient of entmax-1.5's closed form by sorting is NaN for them, from variances of infinities."""
 
     def program(m, x, bias):
         return sort_entmax15(_LOWERED[name](m.q(x) @ m.k(x).mT, bias)) @ x
@@ -702,7 +713,7 @@ _SHARED = {
 @pytest.mark.parametrize("name", _SHARED)
 @pytest.mark.parametrize("pool", [lambda a: a.amax(1), lambda a: a.max(1)[0]], ids=["amax", "max"])
 def test_a_maximum_that_is_a_bound_has_the_gradient_of_eager(name, pool):
-    """Positions below the bound, and those that are masked to it, share the maximum with one that is just there."""
+    """Positions below the bound, or masked to it, share the maximum with a position exactly at the bound."""
     function, rewritten = _SHARED[name]
     x = torch.randint(-2, 3, (3, 5, 6)).float().requires_grad_()
     weight = torch.randint(-1, 2, (8, 6)).float().requires_grad_()
@@ -810,7 +821,7 @@ def test_what_eager_refuses_to_multiply_is_refused(name):
     def program(m, x):
         return _MIXED[name](m, x, lambda t: t.to(torch.bfloat16))
 
-    # Entmax beside the product may be.
+    # Entmax beside the product may be rewritten.
     assert {*_assert_refused(program, torch.randn(2, 5, 6))} <= {"entmax"}
 
 
@@ -853,7 +864,7 @@ _UNDER_AUTOCAST = {
 
 @pytest.mark.parametrize("name", _UNDER_AUTOCAST)
 def test_what_autocast_leaves_is_refused_as_in_eager(name):
-    """It casts no float64, and nothing that is added up."""
+    """Autocast does not cast float64, nor operands of sums."""
 
     with torch.autocast("cpu", torch.float16):
         assert {*_assert_refused(_UNDER_AUTOCAST[name], torch.randn(2, 5, 6))} <= {"entmax"}
@@ -871,7 +882,7 @@ def test_autocast_multiplies_what_eager_would_refuse():
 
 @pytest.mark.parametrize("function", [torch.sqrt, torch.log, torch.sigmoid, torch.reciprocal])
 def test_functions_are_applied_to_what_is_gathered(function):
-    """Terms that no document has may be anything."""
+    """Terms that occur in no document may have any weight, such as NaN."""
     qs = torch.rand(2, 2, 30) + 0.1
     qs[0, :, :2], qs[1, :, :2] = 0.0, torch.nan
     first, second = (q.requires_grad_() for q in qs.unbind())
@@ -890,7 +901,7 @@ def test_a_search_of_few_steps_is_no_sparsemax():
     generator = torch.Generator().manual_seed(0)
     assert not _assert_as_eager(almost, torch.randn(256, 64, generator=generator))
 
-    # 1, 1 + 1e-6, ... below the largest: each is left out in a step of its own, the last one first
+    # 1, 1 + 1e-6, ... below the largest: each step of the search drops one of them, the last one first
     below = [0.0]
     while below[-1] < 1e36:
         below.append(1.001 * ((len(below) + 2) * below[-1] - sum(below)) + 1e-6)
@@ -1021,7 +1032,7 @@ def test_a_row_without_scores_is_refused(name, known):
             compiled(layers, *inputs)
         return [r.pattern for r in report.rewrites]
 
-    # Torch 2.11 traces no bisection of a size that is not known.
+    # torch 2.11 cannot trace a bisection of unknown size.
     left = known or (name == "entmax_bisect" and torch.__version__ < (2, 13))
     assert refused(lambda m, z: rows(z * 2), torch.randn(2, 0)) == ([] if left else ["entmax"])
     assert refused(attention, x, none) == ([] if left else ["entmax_attention"])
@@ -1030,7 +1041,7 @@ def test_a_row_without_scores_is_refused(name, known):
 @pytest.mark.parametrize("name", _ROWS)
 @pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min])
 def test_a_row_of_scores_that_are_all_masked_is_what_it_is_in_eager(name, fill):
-    """A bisection, and a search by sorting, of scores of which one less is the same find no threshold."""
+    """For scores with x - 1 == x, neither a bisection nor a search by sorting finds a threshold."""
 
     def program(m, x, keep):
         return _ROWS[name]((m.q(x) @ m.k(x).mT).masked_fill(~keep, fill)) @ x
@@ -1043,7 +1054,7 @@ def test_a_row_of_scores_that_are_all_masked_is_what_it_is_in_eager(name, fill):
         assert _assert_as_eager(program, *inputs, training=training) == ["entmax_attention"]
 
 
-# A part of [2, 6, 6] numbers of which the first three rows are read, and whether it is known to be apart from these.
+# A part of a tensor [2, 6, 6], and whether it is provably disjoint from the first three rows, which are read.
 _PARTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "behind": (lambda t: t[:, 3:], True),
     "one row too many": (lambda t: t[:, 2:], False),

@@ -1,4 +1,4 @@
-"""SparseIndex: every result equals the dense fp64 product's, whatever was built, appended, deleted, saved, loaded."""
+"""SparseIndex: after any build, append, delete, save and load, results equal those of the dense fp64 product."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_true_top(index, dense, q, k, deleted=()):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_history_gives_the_dense_result(data, tmp_path_factory):
-    """Build, append, delete, vacuum, save and load in any order."""
+    """The history has build, append, delete, vacuum, save and load in any order."""
     integers = lambda low, high: data.draw(st.integers(low, high))
     weight = st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 1.0, 3.0])
     documents = st.lists(st.dictionaries(st.integers(0, V - 1), weight, max_size=4), max_size=25)
@@ -116,7 +116,7 @@ def test_narrow_weights_state_their_error(weights, negative):
     assert exact.weight_error == 0
     apart = (narrow.scores(q) - exact.scores(q)).abs().amax(1)
     assert (apart <= narrow.weight_error * q.abs().sum(1) + 1e-6).all()
-    # What is searched is what is kept: the dequantised collection, exactly.
+    # Results are exact for the dequantised collection.
     kept = torch.cat([torch.sparse_csr_tensor(s.offsets, s.term_ids(), s.values(), (s.count, V)).to_dense()
                       for s in narrow._contents.segments])  # fmt: skip
     assert_true_top(narrow, kept, q, 10)
@@ -125,7 +125,7 @@ def test_narrow_weights_state_their_error(weights, negative):
 
 @pytest.mark.parametrize("weights", ["float16", "int8"])
 def test_appending_does_not_round_twice(weights):
-    """What was kept stays as it was kept, and the error stays the largest there is."""
+    """Stored weights stay unchanged, and the stated error is the largest of all parts."""
     index = SparseIndex.build(collection(20), weights=weights)
     before, error = index.scores(queries()), index.weight_error
     index.append(3 * collection(20, seed=9))

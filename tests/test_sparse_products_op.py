@@ -1,4 +1,4 @@
-"""`sparse_product` and `sparse_gradient_linear` against the products that they stand for."""
+"""`sparse_product` and `sparse_gradient_linear` against the products that they replace."""
 
 from __future__ import annotations
 

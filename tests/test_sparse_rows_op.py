@@ -1,4 +1,4 @@
-"""`topk_encode` and `sparse_decode` against the program that they stand for."""
+"""`topk_encode` and `sparse_decode` against the program that they replace."""
 
 from __future__ import annotations
 

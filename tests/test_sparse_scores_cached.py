@@ -1,4 +1,4 @@
-"""Documents that stay the same from call to call are searched in an index, and no write to them is overlooked."""
+"""Documents that stay the same from call to call are searched by an index, and every write to them is detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not native.ready(wait=True), reason="no C++ comp
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Indexes of the smallest collections, after two calls."""
+    """Builds indexes of small collections, too, after two calls."""
     index_pays(monkeypatch)
     monkeypatch.setattr(cached, "PATIENCE", 2)
     monkeypatch.delenv(cached.MEMORY_VARIABLE, raising=False)
@@ -39,7 +39,7 @@ def small(monkeypatch):
 
 
 class Held(nn.Module):
-    """A program that keeps its documents."""
+    """A module that holds its documents."""
 
     def __init__(
         self, layout: str = "padded", dtype: torch.dtype = torch.float32, op=CACHED
@@ -64,7 +64,7 @@ class Held(nn.Module):
         return op(q, *documents, N, K, torch.float32, "", *held)
 
     def used(self, q: torch.Tensor) -> bool:
-        """Whether a call was answered by an index; it agrees with what the operator finds."""
+        """Check a call against the operator, and return whether an index answered it."""
         before = sum(c.searches for c in cached.collections())
         torch.testing.assert_close(self(q), self(q, TOP), rtol=0, atol=0, equal_nan=True)
         return sum(c.searches for c in cached.collections()) > before
@@ -76,7 +76,7 @@ def queries(rows: int = 3) -> torch.Tensor:
 
 
 def indexed(op=CACHED) -> tuple[Held, torch.Tensor]:
-    """Documents that have an index by now, and queries."""
+    """Return documents that have an index, and queries."""
     m, q = Held(op=op), queries()
     while not m.used(q):
         pass
@@ -96,7 +96,7 @@ def test_an_index_serves_after_some_calls(layout, dtype):
 
 
 def _same_address(m):
-    """New documents where the old ones were: what freed memory is given out for next."""
+    """Replace the documents by new ones at the same address, if the allocator reuses the freed memory."""
     address = m.values.data_ptr()
     new = m.values.neg()
     m.values = None
@@ -132,7 +132,7 @@ def at_a_site():
 @pytest.mark.parametrize("op", [lambda: CACHED, at_a_site], ids=["operator", "site"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_seen(write, op):
-    """By the operator, and where generated code calls it, which looks documents up once."""
+    """Both the operator and its call site in generated code, which looks documents up once, detect it."""
     m, q = indexed(op())
     assert m.used(q)
     WRITES[write](m)
@@ -209,7 +209,7 @@ def test_an_index_that_was_interrupted_is_built_later(monkeypatch):
 
 
 def test_deterministic_programs_wait_for_an_index(monkeypatch):
-    """Which call is the first to be searched does not depend on how long a thread takes."""
+    """The first call that uses the index must not depend on the time that a thread takes to build it."""
     monkeypatch.setattr(cached, "ON_THE_SPOT", 0)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     m, q = Held(), queries()
@@ -236,7 +236,7 @@ def test_threads(monkeypatch):
             expected = m(q, TOP)
         with threads(*[functools.partial(call, expected)] * 4):
             held.wait()
-        for t in threading.enumerate():  # what the threads began
+        for t in threading.enumerate():  # builds that the threads started
             if t.name == "sparse_index_build":
                 t.join()
         assert m.used(q)
@@ -248,7 +248,7 @@ def test_a_forked_process_knows_no_index():
     m, q = indexed()
     known = []
 
-    def call():  # by a thread: OpenMP has none for the one that forked
+    def call():  # in a new thread, because OpenMP's threads of the forking thread do not exist in the child
         known.extend((len(cached.collections()), m.used(q), m.used(q), m.used(q)))
 
     child = os.fork()
@@ -308,7 +308,7 @@ def test_an_exported_program_keeps_the_operator():
 
 
 def test_documents_that_change_go_back_to_as_written(monkeypatch):
-    """Where only an index pays, and documents are others at each call, the code is compiled again without it."""
+    """If only an index is profitable and documents change at each call, the code is recompiled without it."""
     monkeypatch.setattr(unrest, "RESTLESS", 4)
     m, q = Program(), queries()
     monkeypatch.setenv("SPARSE_INDUCTOR_POLICY", "auto")

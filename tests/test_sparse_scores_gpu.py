@@ -36,7 +36,7 @@ def queries(b=16, seed=1):
 
 
 def on_gpu(case):
-    """The case with its module and tensors on the GPU."""
+    """Return the case with its module and tensors on the GPU."""
 
     def build():
         with torch.device("cpu"):
@@ -59,8 +59,8 @@ REWRITTEN = [
 ]
 
 
-# fp32 rounded to fp16 and cast back: Inductor leaves such a pair out, of an unrewritten program too. What is given to
-# these is what fp16 has.
+# These programs cast fp32 to fp16 and back. Inductor drops such pairs of casts, in unrewritten programs, too, so their
+# inputs are rounded to fp16 beforehand.
 ROUNDING = {"half_values__infer"}
 
 
@@ -115,7 +115,10 @@ def test_filters_give_the_cpus_bits():
 
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
 def test_rows_of_all_lengths_by_both_kinds_of_kernels(weights):
-    """One to 700 terms: a lane's, a warp's, several loops'. The portable kernels give the bits of those in CUDA C++."""
+    """Rows have 1 to 700 terms: for one lane, for a warp, and for several iterations.
+
+    The portable kernels have the bits of those in CUDA C++.
+    """
     g = torch.Generator().manual_seed(4)
     n, V = 12_000, 3000
     share = 0.23 * torch.rand(n, 1, generator=g) ** 3
@@ -160,21 +163,21 @@ def test_search_under_torch_compile():
 
 
 def unproved(index, q, k):
-    """How many of the queries were answered by scoring every document, and the answer."""
+    """Search, and return the number of queries that were answered by scoring every document, and the results."""
     made, new = [], kernel._Scratch.of
-    replay.forget()  # a search that is recorded makes its scratch otherwise
+    replay.forget()  # a recorded search would allocate its scratch memory otherwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kernel._Scratch, "of", staticmethod(lambda *sizes: made.append(new(*sizes)) or made[-1])
         )
         found = index.search(q, k)
-    # The last one's: a first call runs the function once more before, without its launches, to compile them together.
+    # The last one belongs to the search: a first call also runs the function without launches, to compile all kernels.
     return int((made[-1].status == 1).sum()), found
 
 
 @pytest.mark.parametrize("kind", ["empty", "negative", "one_term", "rare", "ties"])
 def test_queries_that_no_threshold_fits(kind):
-    """Few matches are no reason to score everything; negative weights and more ties than can be kept are."""
+    """Negative weights, or more ties than can be kept, need scoring of everything; few matches do not."""
     dense = collection()
     dense[:, 1] = 0
     dense[::4000, 1] = 0.5
@@ -191,7 +194,7 @@ def test_queries_that_no_threshold_fits(kind):
 
 
 def test_a_wrong_threshold_in_a_cuda_graph(monkeypatch):
-    """Queries whose sampled threshold proves wrong are scored again in the same graph, more than go together."""
+    """Queries with a wrong sampled threshold are scored again in the same graph, also more than one group of them."""
     monkeypatch.setattr(kernel, "rank_in_sample", lambda expected, k: 1)
     index = SparseIndex.build(collection(), device="cuda")
     index.delete(range(100, 200))
@@ -210,8 +213,10 @@ def test_a_wrong_threshold_in_a_cuda_graph(monkeypatch):
 
 
 def test_answers_that_rescoring_leaves_in_a_large_batch():
-    """Of most queries it writes them itself; not where more documents tie than it ranks, nothing is proved, fewer match
-    than are wanted, or a weight is NaN."""
+    """Rescoring writes the answers of most queries itself.
+
+    It leaves those with more ties than it can rank, with an unproved threshold, with fewer than k matches, or with NaN.
+    """
     dense, q = collection(), queries(300)
     dense[:, :3], q[:, :3], q[:5] = 0, 0, 0
     dense[::27, 0], dense[:, 1], dense[::401, 2] = 1.0, 0.5, 1.0
@@ -219,7 +224,7 @@ def test_answers_that_rescoring_leaves_in_a_large_batch():
     here, there = SparseIndex.build(dense), SparseIndex.build(dense, device="cuda")
     assert unproved(there, q.cuda(), 1000)[0] == 1
     want = here.search(q, 1000)
-    for _ in range(3):  # the third one is replayed
+    for _ in range(3):  # the third call is replayed
         scores, ids = there.search(q.cuda(), 1000)
         torch.testing.assert_close(scores.cpu(), want[0], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(ids.cpu(), want[1])
@@ -237,7 +242,7 @@ def test_a_search_never_waits_for_the_gpu():
 
 @pytest.mark.parametrize("terms", [300, 5000])
 def test_queries_of_many_terms_and_large_vocabularies(terms):
-    """Beyond what a query's map in shared memory holds, and beyond what is scored by integers."""
+    """Queries have more terms than fit a query's map in shared memory, or than integer scoring supports."""
     g = torch.Generator().manual_seed(3)
     V = 40_000
     ids = torch.randint(0, V, (10_000, 60), generator=g)
@@ -252,7 +257,7 @@ def test_queries_of_many_terms_and_large_vocabularies(terms):
 
 
 class Constant:
-    """Documents that stay the same, searched as generated code does."""
+    """Constant documents, searched through a call site as in generated code."""
 
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(0)
@@ -284,7 +289,7 @@ def constant(monkeypatch):
 
 
 def test_documents_that_stay_the_same_are_searched(constant):
-    """By an index, on any stream, until a write; a CUDA graph captures the operator itself."""
+    """An index searches them, on any stream, until a write. A CUDA graph captures the operator itself."""
     ids, values, q, search = constant.ids, constant.values, constant.q, constant.search
     for write in (None, lambda: values.data.mul_(2), lambda: ids.data[7, 3].fill_(5)):
         if write is not None:
@@ -312,8 +317,7 @@ def test_documents_that_stay_the_same_are_searched(constant):
 
 
 def test_queries_of_many_sizes_on_several_streams(constant, monkeypatch):
-    """Launches are kept for few sizes, and planned again for the others; calls of several streams are under way at
-    once."""
+    """Launches are kept for a few sizes, and planned again for the others. Calls run on several streams at once."""
     monkeypatch.setattr(checked, "MOST_SIZES", 2)
     for _ in range(cached.PATIENCE + 1):
         expected, _ = constant.search()

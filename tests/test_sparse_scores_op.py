@@ -16,7 +16,7 @@ B, N, V, L = 3, 25, 17, 6
 
 
 def documents(dtype=torch.float32, index=torch.int64):
-    """Padded ids and values [N, L], and the dense fp64 matrix they stand for."""
+    """Return padded ids and values [N, L], the equivalent dense fp64 matrix, and the mask of real entries."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, V, (N, L), generator=g)
     values = torch.rand(N, L, generator=g).to(dtype)
@@ -28,7 +28,7 @@ def documents(dtype=torch.float32, index=torch.int64):
 
 
 def layouts(ids, values, mask):
-    """The same documents in every layout the operator takes."""
+    """Return the documents in every layout that the operator accepts."""
     rows = torch.arange(N)[:, None].expand(N, L)[mask]
     order = torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(2))
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), mask.sum(1).cumsum(0)])
@@ -92,7 +92,7 @@ def test_negative_ids_count_from_the_end_as_in_indexing():
 @settings(max_examples=30)
 @given(data=st.data())
 def test_top_k_is_a_stable_sort_of_the_scores(data):
-    """Ties by lowest id, -0 equal to 0, NaN first, whatever the block size."""
+    """Ties go to the lowest id, -0.0 equals 0.0, and NaN comes first, for every block size."""
     values = st.sampled_from([-1.0, -0.0, 0.0, 0.5, 1.0, float("nan"), float("inf"), -float("inf")])
     weights = torch.tensor(data.draw(st.lists(values, min_size=1, max_size=30)))
     k = data.draw(st.integers(0, len(weights)))
@@ -106,7 +106,7 @@ def test_top_k_is_a_stable_sort_of_the_scores(data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_top_k_lies_as_it_is_declared(dtype):
-    """In the order of its axes, whatever the order of what was sorted."""
+    """Results are contiguous, whatever the strides of the sorted scores."""
     ids, values, _, _ = documents(dtype)
     best = sparse_scores(query(dtype=dtype), ids, values, k=4)
     assert all(t.is_contiguous() for t in best)
@@ -202,7 +202,7 @@ def test_bad_rows_and_offsets_name_the_value():
 
 @pytest.mark.parametrize("first, last", [(3, N), (0, 11), (5, 9), (7, 7)])
 def test_offsets_of_some_documents_of_a_collection(first, last):
-    """What lies before the first and behind the last of them scores nowhere, and has no gradient."""
+    """Entries before the first document and after the last one do not count and have no gradient."""
     ids, values, dense, mask = documents()
     (flat, weights), more = layouts(ids, values, mask)["offsets"]
     q = query().requires_grad_()
@@ -213,7 +213,7 @@ def test_offsets_of_some_documents_of_a_collection(first, last):
 
 
 def test_documents_of_postings_count_from_the_end():
-    """Lists padded with -1 and weights of 0, which an index takes for the last document."""
+    """An index of -1 is the last document, also in lists that are padded with -1."""
     positions, docs = torch.tensor([[0, 1]]), torch.tensor([[0, 2], [1, -1]])
     values, weights = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.ones(1, 2, 1)
     got = torch.ops.sparse_inductor.sparse_scores_postings(

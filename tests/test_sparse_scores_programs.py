@@ -1,4 +1,4 @@
-"""What is asked of some programs of sparse scoring beyond `test_programs`."""
+"""Further tests of some programs of sparse scoring, beyond `test_programs`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BY_NAME = named("sparse_scores")
 
 
 def traces_weights_of_bincount() -> bool:
-    """torch 2.11 takes the weighted counts for integers when it traces, which is what the report says then."""
+    """Whether torch traces weighted counts as floating-point numbers; torch 2.11 traces them as integers."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         return torch.bincount(torch.zeros(2).long(), torch.ones(2)).is_floating_point()
 
 
 @pytest.mark.skipif(not traces_weights_of_bincount(), reason="traced with another dtype")
 def test_a_bincount_that_is_kept_in_the_graph():
-    """Dynamo breaks the graph at a bincount unless it is told to follow sizes that depend on data."""
+    """Dynamo breaks the graph at a bincount unless it is configured to capture data-dependent sizes."""
     case = dataclasses.replace(BY_NAME["weighted_bincount__infer"], expect="rewrite")
     with (
         sparse_inductor.enabled(only="sparse_scores"),
@@ -38,7 +38,7 @@ def test_a_bincount_that_is_kept_in_the_graph():
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_rows_that_queries_may_not_have(dynamic):
-    """An accumulator of a fixed number of rows is one row a query where as many queries come, which sizes may tell."""
+    """An accumulator with 3 rows has one row per query only if there are 3 queries, which dynamic sizes leave open."""
 
     def score(q, cols, rows, vals):
         return torch.zeros(3, 9).index_add(1, rows, q[:, cols] * vals)
@@ -55,7 +55,7 @@ def test_rows_that_queries_may_not_have(dynamic):
 
 
 def test_rows_that_contributions_may_not_have():
-    """scatter_add takes as many contributions as there are rows, of sizes that differ from call to call."""
+    """scatter_add uses as many contributions as there are rows; with dynamic sizes the numbers may differ."""
 
     def score(q, cols, rows, vals):
         products = q[:, cols] * vals
@@ -72,7 +72,7 @@ def test_rows_that_contributions_may_not_have():
 
 @pytest.mark.parametrize("kept", ["rows", "offsets"])
 def test_shards_of_as_many_documents_as_come(kept):
-    """How many there are is read from the accumulator, or from the offsets, when it runs."""
+    """The operator reads the number of documents from the accumulator, or from the offsets, at run time."""
 
     def score(q, cols, vals, rows, offsets):
         if kept == "rows":
@@ -109,7 +109,7 @@ def test_shards_of_as_many_documents_as_come(kept):
     ],
 )
 def test_verified_on_real_tensors(name):
-    """`enable(verify=True)` runs what was replaced beside the operator: the match names all of it."""
+    """`enable(verify=True)` runs the replaced nodes beside the operator, so the match has to list all of them."""
     case = BY_NAME[name]
     fn, inputs = case.build()
     with sparse_inductor.enabled(only="sparse_scores", verify=True):
@@ -120,7 +120,7 @@ def test_verified_on_real_tensors(name):
 
 
 def test_a_gradient_that_is_asked_for_as_a_sparse_tensor():
-    """`gather(sparse_grad=True)`; without gradients it is a gather like any other."""
+    """The program uses `gather(sparse_grad=True)`, which without gradients is an ordinary gather."""
     ids = torch.arange(24).view(6, 4) % 10
 
     def scores(q):

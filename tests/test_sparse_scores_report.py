@@ -1,4 +1,4 @@
-"""What the report says of scoring that no pass can see, and how encoding, indexing and search go together."""
+"""The report on scoring that the pass cannot see, and encoding, indexing and search in one function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_torch_sparse_is_a_near_miss_that_names_the_way_out(where):
     held = dense.to_sparse_csr()
 
     def score(q):
-        if where == "whole_frame":  # of which Dynamo captures nothing
+        if where == "whole_frame":  # Dynamo captures nothing of it
             return (held @ q.t()).topk(3, dim=0)
         matrix = held if where == "closure" else dense.to_sparse_csr()
         return torch.sparse.mm(matrix, (q * 2).t()).t().topk(3)
@@ -47,7 +47,7 @@ def test_a_break_in_a_function_called_sparse_is_not_torch_sparse():
 
 
 def test_encode_index_and_search_in_one_compiled_function():
-    """The head is rewritten and its result goes to the index in the same graph."""
+    """The head is rewritten, and the index searches its result in the same graph."""
     torch.manual_seed(0)
     encoder = HeadOnly().eval()
     texts, queries = torch.randint(0, 50, (40, 6)), torch.randint(0, 50, (3, 4))

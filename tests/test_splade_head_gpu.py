@@ -167,7 +167,7 @@ def test_backward_is_bitwise_repeatable_and_leaves_the_graph_usable():
 
 
 def test_the_logits_never_exist():
-    """Peak memory of a training step beyond inputs, outputs and gradients: 12 bytes an entry and 256 MiB."""
+    """A training step's peak memory beside inputs, outputs and gradients is at most 12 bytes per entry plus 256 MiB."""
     B, S, D, V = 64, 512, 768, 30522
     hidden, mask = _inputs(B, S, D)
     weight = (torch.randn(V, D, device="cuda") * 0.05).to(torch.bfloat16).requires_grad_()

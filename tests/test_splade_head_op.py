@@ -1,4 +1,4 @@
-"""The operator called directly on the CPU, against the same formula written out in PyTorch."""
+"""The operator `splade_head` called directly on the CPU, against the same formula written out in PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(B=3, S=7, D=5, V=11, dtype=torch.float32, bias=True, lead=None, seed=0)
 
 
 def lengths(B=3, S=7, dtype=torch.int64):
-    """Right padding, the last sequence of a batch entirely masked."""
+    """Return a mask [B, S] with right padding; the last sequence is entirely masked."""
     keep = torch.tensor([S - (i * S) // max(1, B - 1) for i in range(B)])
     return (torch.arange(S) < keep[:, None]).to(dtype)
 
@@ -78,7 +78,7 @@ FORMULAS = {
 
 
 def row_of(name, mask, dtype):
-    """The row operand of a formula: the mask, or what is added."""
+    """Return the row operand of a formula: the mask, or the values that are added."""
     if "add_minus_inf" in name:
         return torch.where(mask != 0, 0.0, -INF).to(dtype)
     return (1 - mask.to(dtype)) * -1e4 if "add" in name else mask
@@ -87,7 +87,7 @@ def row_of(name, mask, dtype):
 def gradients(values, leaves, seed=3):
     g = torch.Generator().manual_seed(seed)
     cotangent = torch.randn(values.shape, generator=g, dtype=torch.float64).to(values.dtype)
-    # No loss is finite where a value is not: what a gradient of -inf would be is nobody's concern.
+    # A loss of an infinite value is not finite, so gradients at infinite values are not compared.
     cotangent = torch.where(values.isinf(), 0.0, cotangent)
     return torch.autograd.grad(values, leaves, cotangent)
 
@@ -97,7 +97,7 @@ def leaves_of(*tensors):
 
 
 def check(operands, formula, *, rows=(), steps=None):
-    """Values and gradients no further from the fp64 formula than the same formula in the inputs' dtype."""
+    """Check that values and gradients are as close to the fp64 formula as the formula in the inputs' dtype."""
     hidden, weight, bias = operands
     dtype = hidden.dtype
     results = []
@@ -150,7 +150,7 @@ def test_gradcheck(steps, row, bias):
 
 @pytest.mark.parametrize("mask", [lengths(24, 9), torch.rand(24, 9)], ids=["binary", "real"])
 def test_two_runs_are_bitwise_equal(mask):
-    """With as many entries as PyTorch's threads share; so are two backwards over one graph."""
+    """There are enough entries for several of PyTorch's threads. Two backwards over one graph are equal, too."""
 
     def once():
         leaves = leaves_of(*make(B=24, S=9, D=4, V=4000))
@@ -203,7 +203,7 @@ def test_out_dtype(dtype, out_dtype):
 
 
 def test_half_inputs_accumulate_in_fp32():
-    """1024 products of 1 and 1 and one of 2048 and 1: fp16 accumulation would lose the ones."""
+    """The sum has 1024 products 1 * 1 and one product 2048 * 1: fp16 accumulation would lose the ones."""
     hidden = torch.ones(1, 1, 1025, dtype=torch.float16)
     hidden[..., 0] = 2048
     weight = torch.ones(1, 1025, dtype=torch.float16)
@@ -285,7 +285,7 @@ def test_rows_of_any_dtype_and_shape(dtype, shape, hidden_dtype):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("argmax", [False, True])
 def test_a_fully_masked_sequence_is_what_the_formula_says(name, bias, argmax):
-    """0, -inf or about -1e4, and no gradient that the formula does not have."""
+    """It is 0, -inf or about -1e4, and its gradients are those of the formula."""
     steps, formula = FORMULAS[name]
     mask = torch.ones(3, 7, dtype=torch.int64)
     mask[1] = 0
@@ -302,7 +302,9 @@ def test_a_fully_masked_sequence_is_what_the_formula_says(name, bias, argmax):
         results.append((values, *gradients(values, [hidden, weight, *([b] if bias else [])])))
     ours, plain = results
     assert torch.equal(ours[0][1].isinf(), plain[0][1].isinf())
-    if name != "add":  # the formula rounds log1p(x) - 1e4, from a product summed in another order
+    if (
+        name != "add"
+    ):  # here the formula rounds log1p(x) - 1e4, and its product is summed in another order
         assert torch.equal(ours[0][1], plain[0][1])
     torch.testing.assert_close(ours, plain)
 
@@ -383,7 +385,7 @@ def test_non_finite_hidden_states_behind_a_selecting_mask_do_not_leak():
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("S", [7, 129, 200])
 def test_positions_are_those_of_torch_max(name, grad, S):
-    """On plateaus (inactive or masked tokens) too, where the first maximum counts."""
+    """On plateaus (inactive or masked tokens), too, the first maximum counts."""
     steps, formula = FORMULAS[name]
     mask = lengths(3, S)
     mask[0, 0] = 0
@@ -426,7 +428,7 @@ def test_a_backward_inside_autocast_is_the_same():
     assert all(map(torch.equal, *results))
 
 
-# --- What raises ----------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 H, W, BIAS = torch.randn(2, 7, 5), torch.randn(11, 5), torch.randn(11)
 
@@ -481,7 +483,7 @@ def compile_bare(**how):
 
 @pytest.mark.parametrize("dynamic", [heavy(False), True])
 def test_compiled_by_inductor(dynamic):
-    """Called in user code: one graph, the same numbers, other sizes without a new trace if dynamic."""
+    """User code that calls the operator is one graph with equal results, and other sizes need no trace if dynamic."""
     compiled = compile_bare(dynamic=dynamic)
     for B, S in [(3, 7), (4, 9)] if dynamic else [(3, 7)]:
         leaves = leaves_of(*make(B=B, S=S))

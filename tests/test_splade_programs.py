@@ -1,4 +1,4 @@
-"""What is asked of some programs with a SPLADE head beyond `test_programs`."""
+"""Further tests of some programs with a SPLADE head, beyond `test_programs`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_NAME = named("splade_head")
 
 
 def test_new_sizes_are_rewritten_too():
-    """A second batch size and length makes Dynamo compile anew with symbolic sizes."""
+    """A second batch size and length makes Dynamo recompile with symbolic sizes."""
     module, (h, mask) = BY_NAME["eq_zero_fill_zero__infer"].build()
     with only_splade_head() as report, torch.no_grad():
         compiled = compile_without_codegen(module.eval())
@@ -32,7 +32,7 @@ def test_new_sizes_are_rewritten_too():
 
 
 def test_norms_of_texts_are_no_poolings():
-    """L1 and FLOPS of vectors that one token each makes: sums over terms and over texts."""
+    """L1 and FLOPS losses of vectors are sums over terms and over texts, not maxima over positions."""
     vocabulary = nn.Linear(8, 20)
 
     def vectors(hidden):
@@ -46,7 +46,7 @@ def test_norms_of_texts_are_no_poolings():
 
 
 def test_a_vocabulary_of_unknown_size_has_its_bias():
-    """The size is a node of the graph, not a symbol of the compile: a graph that is run as it is knows none."""
+    """The size is a node of the graph and not a symbol, because a graph that runs as it is has no symbols."""
 
     def head(x, w, b):
         ones = x.new_ones(w.shape[0])
@@ -62,7 +62,7 @@ def test_a_vocabulary_of_unknown_size_has_its_bias():
     [(torch.float32, math.inf), (torch.float32, 1e-42), (torch.float16, 1e-4)],
 )
 def test_sums_of_linears_times_what_their_weights_do_not_hold(dtype, scale):
-    """Weights times infinity are NaN together, and those times a small number lose their digits in fp16."""
+    """Joined weights times infinity become NaN, and weights times a small number lose digits in fp16."""
 
     def head(x, w, v):
         return torch.log1p(torch.relu(x @ w.T * scale + x.tanh() @ v.T)).amax(1)

@@ -1,6 +1,6 @@
-"""Every linear map, rising step and masking of a SPLADE head, with every kind of mask: rewritten, and eager's numbers.
+"""Every linear map, rising step and masking of a SPLADE head, with every kind of mask: rewritten, with eager's results.
 
-Whole programs drawn at random are the fuzzer's (tests/fuzz).
+The fuzzer (tests/fuzz) tests random whole programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support import compile_without_codegen, heavy, near_misses, only_splade_hea
 B, S, D, V = 3, 5, 4, 9
 INF = math.inf
 
-# Computed in fp64, so that no tie comes from rounding and any difference is a wrong rewrite.
+# The tests compute in fp64, so that rounding makes no ties and every difference is a wrong rewrite.
 DTYPE = torch.float64
 
 
@@ -88,7 +88,7 @@ _NONE = _KEEP.clone()
 _NONE[1] = 0
 _REAL = torch.tensor([[1.0, 0.5, 2.0, 0.0, 0.25], [1, 1, 1, 1, 0], [0.3, 1.7, 0, 0, 0]])
 _SIGNED = torch.tensor([[1.0, -0.5, 2.0, 0.0, -1.0], [1, 1, 1, 0, 0], [-1, -2, -0.5, -3, -1]])
-# One program is compiled for the masks of a kind.
+# One program is compiled for all masks of a kind.
 MASKS = {
     "integers": (
         _KEEP.long(), _NONE.long(), torch.zeros(B, S, dtype=torch.int64), (_SIGNED * 2).long(),
@@ -101,7 +101,7 @@ MASKS = {
 
 
 class Head(nn.Module):
-    """A linear map, steps with the mask before one of them or behind all, and the maximum over positions."""
+    """A linear map, steps with the mask before one of them or after all, and the maximum over positions."""
 
     def __init__(self, linear: str, *steps: Callable[..., Tensor]):
         super().__init__()
@@ -137,7 +137,7 @@ def unmasked(step: str) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("masking", MASKINGS)
 @torch.no_grad()
 def test_every_masking_with_every_mask(masking, kind):
-    """Before the activation and behind it."""
+    """The mask is applied before the activation or after it."""
     activation, masked = unmasked("log_of_one_plus"), MASKINGS[masking]
     before, behind = Head("linear", masked, activation), Head("linear", activation, masked)
     assert_rewritten([before, behind], *MASKS[kind])

@@ -1,4 +1,4 @@
-"""Documents in host memory that are searched a part at a time: the bits are those of `SparseIndex.search`."""
+"""Documents in host memory that are searched in parts: results have the bits of `SparseIndex.search`."""
 
 from __future__ import annotations
 

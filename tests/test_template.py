@@ -1,4 +1,4 @@
-"""Patterns of two functions: what they find, what they leave alone and why, what they put in."""
+"""Patterns made from two functions: their matches, near misses with reasons, and replacements."""
 
 from __future__ import annotations
 

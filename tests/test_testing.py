@@ -1,4 +1,4 @@
-"""The assertions of sparse_inductor.testing: what passes, what fails, and what a failure shows."""
+"""The assertions of sparse_inductor.testing: which programs pass and fail, and the messages of failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def failing(assertion, *args, **kwargs) -> str:
     return str(caught.value)
 
 
-# What is rewritten
+# Assertions about rewrites
 
 
 def test_the_rewrites_are_counted():
@@ -148,7 +148,7 @@ def test_a_snapshot_is_accepted_on_request(tmp_path):
     assert "add: float32[3] = operator.add(x, 1)" in test.read_text()
 
 
-# Whether it computes the same
+# Assertions about results
 
 
 FIRST, *OTHERS = registered()["splade_head"].examples
@@ -183,7 +183,9 @@ def test_a_mask_of_ones_and_a_bias_of_zeros_hide_no_mistake(name):
     nn.init.zeros_(head.decoder.bias)
     with bug_named(name).plant():
         assert "inputs varied" in failing(assert_matches_reference, head, ARGS, grads=False)
-        assert_matches_reference(head, ARGS, grads=False, vary=0)  # the given inputs show nothing
+        assert_matches_reference(
+            head, ARGS, grads=False, vary=0
+        )  # the given inputs alone do not show the mistake
 
 
 def test_nothing_of_the_callers_changes():

@@ -1,5 +1,5 @@
-"""At a bound the gradient is that of the torch in use, which changed in 2.14 for `clamp`; at a maximum that positions
-share, that of the reduction in use."""
+"""Gradients at ties. At a bound the gradient is that of the installed torch, which changed in 2.14 for `clamp`. At a
+maximum that several positions share, it is that of the program's reduction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_bound_has_the_gradient_of_eager(name):
 
 
 def test_torch_is_asked_under_every_mode():
-    """The answer is kept; it is looked for in the middle of a compile."""
+    """torch's behaviour is determined once, possibly during a compilation, and must not depend on active modes."""
     ask = compat.clamp_has_a_slope_at_its_bounds.__wrapped__
     usual = ask()
     with torch._subclasses.FakeTensorMode(), torch.inference_mode():
@@ -78,7 +78,7 @@ POOLED = {
     [("amax", "tokens"), ("max", "tokens"), *((pool, "logits") for pool in POOLED)],
 )
 def test_positions_that_share_a_maximum_have_the_gradient_of_eager(pool, same):
-    """Equal tokens, and small integers, whose products are often equal; `amax` divides what `max` gives to one."""
+    """Ties come from equal tokens, or from small integers; `amax` distributes a gradient that `max` gives to one."""
     sparse_inductor.enable()
     torch.manual_seed(0)
     decoder = nn.Linear(8, 40)
@@ -107,7 +107,7 @@ def test_positions_that_share_a_maximum_have_the_gradient_of_eager(pool, same):
 
 
 def test_a_shared_maximum_in_the_longest_sequence_of_a_width():
-    """A byte holds the positions of 127 tokens and says which are shared."""
+    """One byte stores the position among up to 127 tokens, and whether the maximum is shared."""
     for length in (127, 128):
         hidden = torch.ones(1, length, 2, requires_grad=True)
         values, _ = own_operator("splade_head")(
@@ -122,7 +122,7 @@ def test_a_shared_maximum_in_the_longest_sequence_of_a_width():
     "bounded", [lambda z: z.clamp_min(0), lambda z: torch.maximum(z, torch.zeros_like(z))]
 )
 def test_zeros_of_a_bounded_block_pass_on_the_gradient_of_eager(dtype, bounded):
-    """A row of padding, whose projection is exactly 0; in 16 bits the threshold below it is no number of its own."""
+    """A padding row has projections of exactly 0. In 16-bit dtypes, the threshold just below 0 may round to 0."""
     up, down = nn.Linear(8, 32, bias=False, dtype=dtype), nn.Linear(32, 8, dtype=dtype)
     x = torch.zeros(4, 8, dtype=dtype, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Autoencoders that keep the k largest activations, as people write them: what is rewritten, and their numbers."""
+"""Autoencoders that keep the k largest activations, in common spellings: their rewrites and their results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def with_everything_returned(s, x):
 
 
 def by_decoder_norms(s, x):
-    """Chosen as if the decoder's rows had norm 1, and decoded so; everything returned."""
+    """Encode and decode as if the decoder's rows had norm 1, and return everything."""
     pre = ((x - s.b_dec) @ s.W_enc + s.b_enc) * s.W_dec.norm(dim=-1)
     values, indices = torch.topk(pre, k=4, dim=-1, sorted=False)
     f = torch.zeros_like(pre)
@@ -90,7 +90,7 @@ def times_a_constant_for_each_neuron(s, x):
 
 
 def to_something_else(s, x):
-    """A transcoder with a skip connection."""
+    """Compute a transcoder with a skip connection."""
     values, indices = (x @ s.W_enc + s.b_enc).topk(4)
     f = x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values.relu())
     return f @ s.W_dec + x @ s.W_enc[:, :8]
@@ -141,7 +141,7 @@ def test_k_may_be_a_symbol_of_which_break_even_points_know(monkeypatch):
     model, x = OfAnyK(None), torch.randn(6, 8)
     with sparse_inductor.enabled(only=[*BOTH], policy="auto"):
         compiled = compile_without_codegen(model)
-        for k in (4, 6, 9):  # the second value makes it a symbol
+        for k in (4, 6, 9):  # the second value makes k symbolic
             torch.testing.assert_close(compiled(x, k), model(x, k))
     assert changing == [0, 0, 1, 1]
 
@@ -184,7 +184,7 @@ def the_other_way_round(s, x):
     ],
 )
 def test_what_is_subtracted_of_every_row(program, of_rows, shifted):
-    """The difference is the operator's where only what is subtracted needs a gradient, and nobody else reads it."""
+    """The operator computes the difference if only the subtracted vector needs a gradient and it has no other reader."""
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1), requires_grad=of_rows)
     explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert_rewrites(explanation, expected=BOTH)
@@ -193,7 +193,7 @@ def test_what_is_subtracted_of_every_row(program, of_rows, shifted):
 
 
 def test_values_of_a_rectified_row_may_be_written_to():
-    """topk saves its indices alone."""
+    """topk saves only its indices for the backward."""
 
     def scaled(s, x):
         top = F.relu(x @ s.W_enc + s.b_enc).topk(4)
@@ -219,7 +219,7 @@ def test_what_is_returned_stays_as_it_is_written():
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_number_of_entries_in_a_buffer(captured):
-    """A k that is a tensor breaks the graph in front of the topk, which the decoder's graph then does not see."""
+    """A tensor k breaks the graph before the topk, so that the decoder's graph does not contain it."""
 
     def program(s, x):
         f = F.relu(F.linear(x - s.b_dec, s.W_enc.T, s.b_enc))
@@ -267,7 +267,7 @@ def test_two_decoders_of_the_same_activations():
 
 
 def checked(program, dtype):
-    """What verify says of the encoder of a program."""
+    """Return verify's check of the encoder of a program."""
     with only("topk_encode") as report:
         options = sparse_inductor.options(only="topk_encode", policy="always", verify=True)
         compiled = torch.compile(

@@ -1,4 +1,4 @@
-"""Odd but real programs around a compiled model: eager's results and gradients, with every family rewritten."""
+"""Unusual but real programs around a compiled model have eager's results and gradients, with every family rewritten."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_usage(program, policy):
 
 
 def compile_without_codegen_as_module(fn: Any) -> Any:
-    """What `torch.compile` returns: a module of a module, a function (perhaps a method) of a function."""
+    """Return what `torch.compile` returns: a module for a module, a function (perhaps a method) for a function."""
     if isinstance(fn, nn.Module):
         compiled = compile_without_codegen(fn)
         return compiled._fn
@@ -343,7 +343,7 @@ def compile_without_codegen_as_module(fn: Any) -> Any:
 
 
 def test_what_a_pass_tries_passes_through_no_mode():
-    """A mode that a failed compile left behind, or the caller's, would refuse or count the rows that are tried."""
+    """A mode of the caller, or one left on by a failed compilation, would refuse or count the pass's trial runs."""
 
     class Refuses(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""verify=True: every rewrite is checked when it first runs, and one that is wrong is not used."""
+"""verify=True: every rewrite is checked when it first runs, and a wrong rewrite is not used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATTERN = "splade_head"
 
 
 def by_passes(gm, inputs):
-    """Inductor without code generation."""
+    """Compile with Inductor without code generation."""
     return compat.compile_graph(gm, inputs, codegen=False)
 
 
@@ -37,7 +37,7 @@ def verdicts():
 
 @pytest.fixture
 def splade():
-    """A head and its arguments; what is compiled is verified."""
+    """A head and its arguments, with verification enabled."""
     sparse_inductor.enable(only=PATTERN, verify=True)
     return program("splade")
 
@@ -63,7 +63,7 @@ def test_a_right_rewrite_agrees_and_is_used(name, training):
     expected = run(model, args)
     sparse_inductor.enable(only=pattern, verify=True)
     fn = compiled(model)
-    for _ in range(2):  # the second call is not checked any more
+    for _ in range(2):  # the second call is not checked
         torch.testing.assert_close(run(fn, args), expected)
     (check,) = sparse_inductor.report().checks
     assert (check.pattern, check.verdict) == (pattern, "agrees")
@@ -100,7 +100,7 @@ def test_what_was_caught_concerns_no_other_rewrite(splade):
     assert verdicts() == ["agrees"]
 
 
-# Of patterns that have programs above, the first example; all of the others.
+# The first example of a pattern with programs above runs in `make test-all` only.
 ABOVE = {program.pattern for program in PROGRAMS.values()}
 EXAMPLES = [
     heavy(p.name, e) if at and p.name in ABOVE else (p.name, e)
@@ -173,7 +173,7 @@ def test_autocast_is_that_of_the_operations(where, splade):
     assert got.dtype == inside(*args).dtype
     (check,) = sparse_inductor.report().checks
     assert check.verdict == "agrees"
-    assert check.plain_error is not None and check.plain_error > 1e-4  # as bf16 has it
+    assert check.plain_error is not None and check.plain_error > 1e-4  # the error of bf16
 
 
 class Two(nn.Module):
@@ -204,7 +204,10 @@ def test_several_rewrites_of_a_graph_are_checked_each(shared, splade):
 def test_sizes_may_be_symbolic(splade):
     model, args = splade
     fn = compiled(model, dynamic=True)
-    for rows in (5, 4):  # not as many sequences as positions, or one symbol stands for both
+    for rows in (
+        5,
+        4,
+    ):  # the number of sequences differs from that of positions, or both would share a symbol
         some = tuple(t[:rows] for t in args)
         torch.testing.assert_close(fn(*some), model(*some))
     assert len(sparse_inductor.report().checks) == 1
@@ -212,7 +215,7 @@ def test_sizes_may_be_symbolic(splade):
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_within_a_checkpointed_region(splade, outside):
-    """What a check computes is no part of a checkpoint around the compiled function."""
+    """The operations of a check are not part of a checkpoint around the compiled function."""
     model, args = splade
     inner = compiled(model) if outside else model
 
@@ -262,7 +265,7 @@ def test_it_is_part_of_the_session():
     assert session._state.session is first
     sparse_inductor.enable()
     assert session._state.session is not first
-    assert first is not None and first.key() is None  # no cache holds such a graph
+    assert first is not None and first.key() is None  # such a graph is not cached
 
 
 @pytest.mark.breaks_pattern

@@ -1,7 +1,7 @@
-"""verify compares with what the user wrote, whatever the pattern overlooks.
+"""verify compares with the program that the user wrote, whatever the pattern overlooks.
 
-The pattern here takes a maximum and the chain of first arguments behind it for all that there is, and computes that
-chain once more where the maximum stood: it looks for no writer and no gradient mode, and drops casts and detach.
+The pattern of these tests is careless. It matches a maximum and the chain of first arguments that leads to it, and
+recomputes this chain at the place of the maximum. It ignores writes and gradient modes, and drops casts and detach.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from writers import WRITERS, writer
 
 @pytest.fixture(autouse=True)
 def unchecked_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass declines what the careless pattern overlooks; here it is let through to verify."""
+    """Disables the pass's checks of matches, which would decline the careless pattern's mistakes before verify."""
     monkeypatch.setattr(admission, "check_match", lambda view, match: None)
 
 
@@ -83,7 +83,7 @@ def halve_(x: Tensor) -> None:
 
 
 def written_by(write):
-    """The product is written to before it is rectified."""
+    """Return a program that writes to the product before it is rectified."""
 
     def program(x, w, m):
         z = F.linear(x, w)
@@ -154,7 +154,7 @@ def arguments(training: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ran(fn, training: bool):
-    """The one check, and how far the compiled program is from the eager one: result, gradients."""
+    """Run the program eagerly and compiled, and return verify's check and both (result, needs gradient, gradients)."""
     results = []
     with torch.set_grad_enabled(training):
         for program in (fn, compile_without_codegen(fn)):
@@ -192,11 +192,11 @@ def test_gradients_are_those_of_the_program(name):
     check, eager, got = ran(GRADIENTS[name], training=True)
     assert check.verdict == "differs" and ("gradient" in check.detail or "result" in check.detail)
     torch.testing.assert_close(got[0], eager[0])
-    if eager[1]:  # of what requires none nothing is compared
+    if eager[1]:  # without gradients there is nothing to compare
         torch.testing.assert_close(got[2], eager[2])
 
 
-# Programs that it gets right: writes that do not matter, and steps in place that it repeats
+# Programs that the pattern gets right: writes without effect on it, and in-place steps that it repeats
 
 
 def written_afterwards(x, w, m):

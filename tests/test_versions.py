@@ -1,4 +1,4 @@
-"""What names the supported versions agrees, and the package is written in the oldest Python's syntax."""
+"""All lists of supported versions agree, and the package uses the syntax of the oldest supported Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shared tables say of operations, beside what the operations do: a wrong row fails by itself."""
+"""The shared tables of operations against the operations themselves: each row of a table is a separate test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X, Y = tensor(2, 3, 4), tensor(2, 3, 4, seed=1)
 
 
 def traced(fn: Callable, *args: Any) -> tuple[GraphView, fx.Node, list[torch.Tensor]]:
-    """A view of the graph, what it returns, and the arguments in the order of its inputs."""
+    """Capture a call; return its `GraphView`, the returned node, and the arguments in the order of the inputs."""
     gm = capture(fn, *args)
     given = {tuple(a.shape): a for a in args}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -37,7 +37,7 @@ def traced(fn: Callable, *args: Any) -> tuple[GraphView, fx.Node, list[torch.Ten
 
 
 def run_up_to(node: fx.Node, *args: Any) -> torch.Tensor:
-    """What a node of the graph gives for its inputs."""
+    """Return the value of a node of the graph for these inputs."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for n in node.graph.nodes:
@@ -53,7 +53,7 @@ def run_up_to(node: fx.Node, *args: Any) -> torch.Tensor:
 
 
 def test_a_call_that_no_table_knows_has_its_own_name():
-    """Dynamo calls the node as the program calls the variable."""
+    """Dynamo names a node after the program's variable, so the node's name must not be used."""
 
     def assigned(x):
         mine = x.masked_scatter(x > 0, x)
@@ -119,7 +119,7 @@ def test_copies_keep_values_and_gradients(name):
 
 @pytest.mark.parametrize("name", _VIEWS)
 def test_views_only_move_elements(name):
-    """Of numbered elements a view has some; one that reorders or regroups has each of them once."""
+    """A view of numbered elements has some of them; one that reorders or regroups has each of them once."""
     view, node, (x,) = traced(_VIEWS[name], X)
     call = view.call(node)
     assert call.name == name
@@ -222,7 +222,7 @@ _PRODUCTS: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
 
 
 def computed(product: Contraction, args: list[torch.Tensor]) -> torch.Tensor:
-    """scale * a * b summed over what the result lacks, plus the bias, from the letters alone."""
+    """Compute scale * a * b, summed over axes that the result lacks, plus the bias, from the axes' letters alone."""
     letters = {}
     for o in product.operands:
         for letter in o.axes:
@@ -326,7 +326,7 @@ def parts_of(base: torch.Tensor, rng: random.Random) -> torch.Tensor:
 
 
 def test_parts_that_are_apart_share_no_element():
-    """Of random parts of one tensor two that are said to be apart have no element in common; most such pairs are."""
+    """Random parts of a tensor that are reported as disjoint share no element; most disjoint pairs are reported."""
     rng = random.Random(0)
     said = apart = 0
     mode = FakeTensorMode()
@@ -357,7 +357,7 @@ def test_parts_that_are_apart_share_no_element():
 
 
 def test_values_that_an_earlier_pass_left_out_are_filled_in():
-    """Inductor moves functions in front of a concatenation, and describes what it makes by nothing."""
+    """Inductor moves functions before a concatenation, and gives the new nodes no example values."""
     linear = nn.Linear(4, 6)
     gm = capture(lambda x, y: linear(torch.tanh(x + y)).relu(), X, Y)
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""Every way to compile gives eager's results and gradients, for every family."""
+"""Every way to compile has eager's results and gradients, for every family."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparse_inductor.testing import compile_without_codegen
 
 
 def assert_steps_alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> None:
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)  # of gradients up to 30
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)  # gradients are up to 30
 
 
 # Higher-order operators
@@ -78,7 +78,7 @@ def test_regions_compiled_once_have_gradients(pattern, within):
 
 @pytest.mark.parametrize("function", ["entmax15", "entmax_bisect"])
 def test_a_region_that_dynamo_gives_up_at_entmax(function):
-    """`.mT` of an argument that was computed: up to torch 2.13 Dynamo cannot close such a region."""
+    """Up to torch 2.13 Dynamo cannot capture a region that takes `.mT` of a computed argument."""
     entmax = pytest.importorskip("entmax")
     module = layer("entmax_attention")
     region = torch.compiler.nested_compile_region(
@@ -114,7 +114,7 @@ def test_attention_in_training_is_left_to_a_cpp_wrapper():
 
 @dataclasses.dataclass
 class Ran:
-    """How a model is run: the program, whose parameters get gradients, and what eager runs to compare with."""
+    """A program, the module with its parameters, and the eager model to compare with."""
 
     program: Callable[[Tensor], Tensor]
     module: nn.Module
@@ -125,9 +125,10 @@ WAYS: list[Any] = []
 
 
 def way(*, rewrites: Collection[str] = Model.PATTERNS, quick: bool = False) -> Callable[[Any], Any]:
-    """Adds a row: a generator of the `Ran`, or the program alone, that stands while what the way has set does.
+    """Return a decorator that adds a way: a generator that yields a `Ran`, or the program alone.
 
-    rewrites: the families that are rewritten. quick: the row is part of `make test`.
+    Settings that the generator makes hold until it is resumed. rewrites: the families that are rewritten. quick: the
+    way is part of `make test`.
     """
 
     def add(f: Callable[[Model], Iterator[Any]]) -> Any:
@@ -141,7 +142,7 @@ def way(*, rewrites: Collection[str] = Model.PATTERNS, quick: bool = False) -> C
 
 
 def seen_as(**how: Any) -> Callable[[nn.Module], Iterator[Any]]:
-    """torch.compile with these arguments."""
+    """Return a way that calls torch.compile with these arguments."""
 
     def program(model):
         yield torch.compile(model, **how)
@@ -196,7 +197,7 @@ def stance_force_eager(model):
 
 
 def seen_before(model, size, stance):
-    """A stance taken after a call of a batch of `size`; the step's has 2."""
+    """Set a stance after a call with a batch of `size`; the training step has a batch of 2."""
     compiled = compile_without_codegen(model)
     compiled(torch.randn(size, 5, D, requires_grad=True))
     with torch.compiler.set_stance(stance):
@@ -310,7 +311,7 @@ def fsdp2(model):
 
 
 def trained(model, program=None, update=lambda f: f):
-    """Two steps of Adam, of a model compiled or not."""
+    """Train a model, compiled or not, for two steps of Adam, and return it."""
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3))
     stepping = update(optimizer.step)
     for seed in range(2):
@@ -347,7 +348,7 @@ def an_aot_package(model):
 
 
 class Loss(nn.Module):
-    """What Transformers' Trainer takes."""
+    """A model with a loss as Transformers' Trainer expects it."""
 
     def __init__(self, model):
         super().__init__()
@@ -423,7 +424,7 @@ def accelerated(model):
 
 @pytest.mark.parametrize("program_of,rewritten", WAYS)
 def test_way(program_of, rewritten):
-    """Results and gradients are eager's, and all families are rewritten, or those that can be."""
+    """Results and gradients equal eager's, and all families that can be rewritten are."""
     model = Model()
     with sparse_inductor.enabled(policy="always"), program_of(model) as made:
         ran = made if isinstance(made, Ran) else Ran(made, model)
@@ -436,7 +437,7 @@ def test_way(program_of, rewritten):
 
 @pytest.mark.heavy
 def test_nothing_of_ours_warns():
-    """Where a warning is an error: importing, enabling, compiling a program of each family, disabling."""
+    """With warnings as errors, the package is imported and enabled, compiles a program of each family, is disabled."""
     program = """
         import warnings
         for module in ("__main__", "programs", "sparse_inductor"):
@@ -458,8 +459,8 @@ def test_nothing_of_ours_warns():
 
 @pytest.mark.heavy
 def test_a_process_forked_after_a_step():
-    """The child takes steps and compiles anew. It has one thread: OpenMP's do not survive a fork, so that with more
-    PyTorch's own linear hangs in the child, compiled or not."""
+    """The child takes steps and compiles again. It uses one thread, because OpenMP's threads do not survive a fork:
+    with more threads PyTorch's own linear hangs in the child, compiled or not."""
     program = """
         import os, signal, traceback
         import torch
