@@ -184,7 +184,7 @@ def the_other_way_round(s, x):
     ],
 )
 def test_what_is_subtracted_of_every_row(program, of_rows, shifted):
-    """The operator computes the difference if only the subtracted vector needs a gradient and it has no other reader."""
+    """The operator computes the difference if only the subtracted vector needs a gradient, and only it reads it."""
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1), requires_grad=of_rows)
     explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert_rewrites(explanation, expected=BOTH)

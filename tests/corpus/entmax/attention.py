@@ -1,4 +1,4 @@
-"""How the scores are written, how alpha is given, where the values come in; and rows of probabilities alone."""
+"""Spellings of the scores, of alpha and of the product with the values; and probabilities alone."""
 
 from __future__ import annotations
 
@@ -99,20 +99,20 @@ def alpha_tensor(q, k, v, mask):
 
 @attention(inputs=lambda: (*qkv(), normal((H,), 7)))
 def alpha_per_head(q, k, v, raw):
-    """Correia et al.: alpha = 1 + sigmoid(a), one a head, with its gradient"""
+    """Correia et al.: alpha = 1 + sigmoid(a), one per head, with its gradient"""
     alpha = 1 + torch.sigmoid(raw).view(1, -1, 1, 1)
     return entmax.entmax_bisect(q @ k.mT * SCALE, alpha=alpha, dim=-1) @ v
 
 
 @attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((H,), 8)))
 def temperature_per_head(q, k, v, t):
-    """a learned temperature a head, as Swin v2 has it: its gradient has to arrive"""
+    """a learned temperature per head, as in Swin v2, which needs its gradient"""
     scale = t.exp().view(H, 1, 1)
     return entmax.entmax15(q @ k.mT * scale, dim=-1) @ v
 
 
 class Module(nn.Module):
-    """One head as a module, the package's module as attribute."""
+    """One attention head as a module that has the package's module as an attribute."""
 
     def __init__(self, transform: nn.Module):
         super().__init__()
@@ -184,7 +184,7 @@ each(
     last_axis=lambda x: entmax.entmax15(x, dim=-1),
     first_axis=lambda x: entmax.sparsemax(x, 0),
     middle_axis=lambda x: entmax.entmax_bisect(x, alpha=1.4, dim=1),
-    # k= of a router over many experts
+    # the argument k, as for a router over many experts
     axis_by_name_and_k=lambda x: entmax.sparsemax(X=x, dim=2, k=3),
 )
 
@@ -240,7 +240,7 @@ def cosine_similarity(q, k, v, mask):
 
 @attention()
 def less_a_number(q, k, v, mask):
-    """a margin, of which no row of probabilities sees anything"""
+    """a constant margin, which does not change the probabilities of a row"""
     return (
         entmax.entmax15(
             (q @ k.mT * SCALE - 4.0).masked_fill(~mask[:, None, None], -torch.inf), dim=-1
@@ -258,7 +258,7 @@ def less_the_distance(q, k, v, mask):
 
 @attention()
 def normalised_behind_the_mask(q, k, v, mask):
-    """F.normalize by the sums of what is left"""
+    """F.normalize by the sums of the kept probabilities"""
     dropped = ~mask[:, None, None]
     p = entmax.sparsemax((q @ k.mT * SCALE).masked_fill(dropped, -torch.inf), dim=-1)
     return F.normalize(p.masked_fill(dropped, 0.0), p=1, dim=-1) @ v

@@ -1,4 +1,4 @@
-"""Versions that people carry along in their own files, copies of the package among them."""
+"""Implementations of entmax that programs have in their own files, including copies of the package."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sort_sparsemax(x, dim=-1):
 
 
 class Sparsemax(Function):
-    """A staticmethod Function as many repositories vendor it."""
+    """Sparsemax as an autograd.Function with static methods, as many repositories vendor it."""
 
     @staticmethod
     def forward(ctx, x, dim=-1):
@@ -78,7 +78,7 @@ class Sparsemax(Function):
 
 
 class Entmax15(Function):
-    """The same for alpha 1.5."""
+    """Entmax with alpha 1.5 as an autograd.Function."""
 
     @staticmethod
     def forward(ctx, x):
@@ -105,7 +105,7 @@ class Entmax15(Function):
 
 
 class Bisect(Function):
-    """Bisection with alpha as an argument, as AdaSplash's reference does it."""
+    """A bisection with alpha as an argument, as in AdaSplash's reference."""
 
     @staticmethod
     def forward(ctx, x, alpha=1.5, steps=32):
@@ -132,8 +132,8 @@ class Bisect(Function):
 
 
 class Watched(Function):
-    """It lets somebody look at the result: with side effects in a forward, Dynamo returns every intermediate from it
-    (torch 2.11 does so for every Function)."""
+    """A Function that stores its result in a global: if a forward has side effects, Dynamo returns every intermediate
+    result from it (torch 2.11 does so for every Function)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -189,7 +189,7 @@ def unhalved_halving(x):
 
 
 class Unhalved(Function):
-    """The closed form with its backward."""
+    """A Function of `unhalved` with its backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -213,7 +213,7 @@ each(
     sort_based_entmax15_over_tokens=lambda x: sort_entmax15(x, 1),
     sort_based_sparsemax=lambda x: sort_sparsemax(x),
     function_sparsemax=lambda x: Sparsemax.apply(x, -1),
-    # a Function that shows its result to somebody else, too
+    # a Function that stores its result in a global
     function_with_side_effects=lambda x: Watched.apply(x),
     function_entmax15=lambda x: Entmax15.apply(x),
     function_bisection=lambda x: Bisect.apply(x, 1.3),
@@ -223,7 +223,7 @@ each(
 each(
     rows(modes=INFER),
     twice_the_scores_by_bisection=lambda x: unhalved_halving(x),
-    # a loop, unrolled; in training its gradient is another
+    # an unrolled loop, which in training has another gradient than entmax
     bisection_halving=lambda x: halving(x),
 )
 
@@ -281,7 +281,7 @@ def attention_by_function_dynamic():
 
 
 class RoundedAtTheEnd(Function):
-    """A vendored sparsemax that computes rows of a matrix in fp32, and gives back what it was given."""
+    """A vendored sparsemax that computes rows of a matrix in fp32, and returns the input's dtype and shape."""
 
     @staticmethod
     def forward(ctx, x):
@@ -299,7 +299,7 @@ class RoundedAtTheEnd(Function):
 
 
 def loses_the_gradient() -> str:
-    """Why the next program cannot be compared: torch 2.11 compiles it without us to one without a gradient."""
+    """Return why the next program cannot be compared: torch 2.11 alone compiles it without a gradient."""
     return "" if torch.__version__ >= (2, 13) else "this torch loses the Function's gradient itself"
 
 
@@ -311,7 +311,7 @@ def function_that_ends_in_a_cast(q, k, v, mask):
 
 @rows()
 def maximum_taken_off_in_place(x):
-    """TabNet: the scores are an intermediate result that nobody reads afterwards"""
+    """TabNet: the scores are an intermediate result without later readers"""
     z = x * 1.5
     z -= z.max(-1, keepdim=True).values
     return sort_sparsemax(z)
@@ -319,7 +319,7 @@ def maximum_taken_off_in_place(x):
 
 @rows(modes=INFER)
 def threshold_taken_off_in_place(x):
-    """everything in the memory of the scores"""
+    """all results are written to the memory of the scores"""
     z = x * 1.5
     z.sub_(z.amax(-1, keepdim=True))
     s = z.sort(-1, descending=True).values
@@ -330,7 +330,7 @@ def threshold_taken_off_in_place(x):
 
 
 def copy_of(name: str) -> ModuleType:
-    """A module of the package under another name, which nothing was substituted in."""
+    """Import a module of the package under another name, so that it is traced like a user's copy."""
     path = pathlib.Path(entmax.__file__).with_name(f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"vendored_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -340,7 +340,7 @@ def copy_of(name: str) -> ModuleType:
     return module
 
 
-# torch 2.11 ends the graph at a class method where a gradient is wanted
+# torch 2.11 breaks the graph at a Function's class method if a gradient is needed
 MODES = BOTH if torch.__version__ >= (2, 13) else INFER
 ACTIVATIONS, ROOTS = copy_of("activations"), copy_of("root_finding")
 
@@ -354,13 +354,13 @@ def copied_entmax15_module(q, k, v, mask):
 
 @attention(inputs=lambda: (*qkv(), normal((H,), 7)), modes=MODES)
 def copied_bisection(q, k, v, raw):
-    """a learned alpha a head"""
+    """a learned alpha per head"""
     alpha = 1 + torch.sigmoid(raw)[:, None, None]
     return ROOTS.entmax_bisect(q @ k.mT * 0.35, alpha) @ v
 
 
 class ReadsItsSupport(Function):
-    """OpenNMT-py's onmt.modules.sparse_activations: sizes squeezed in the backward, in place in the forward."""
+    """OpenNMT-py's onmt.modules.sparse_activations: in-place forward, and squeezed support sizes in the backward."""
 
     @staticmethod
     def forward(ctx, x, dim=0):
@@ -389,13 +389,13 @@ class ReadsItsSupport(Function):
 
 @attention(inputs=lambda: (*qkv(), keep()))
 def opennmt(q, k, v, mask):
-    """.squeeze() of sizes that no axis of one element may take part in"""
+    """.squeeze() of the support sizes is right only if no axis has one element"""
     return ReadsItsSupport.apply((q @ k.mT * 0.35).clone(), -1) @ v
 
 
 @rows()
 def tensorflow_addons(x):
-    """flattened; tau is looked up by the numbers of the rows, and there are 15"""
+    """flattened to 15 rows; tau is gathered by row numbers"""
     z = x.reshape(-1, x.shape[-1])
     s, _ = torch.topk(z, k=z.size(-1))
     c = torch.cumsum(s, -1)

@@ -28,12 +28,12 @@ FUTURE = torch.ones(L, L).triu(1).bool()
 
 
 def left(mask):
-    """[B, 1, 1, Lk] of sequences that begin with padding."""
+    """Return a mask [B, 1, 1, Lk] of sequences that begin with padding."""
     return mask.flip(1)[:, None, None]
 
 
 def first_alone(mask):
-    """[B, 1, 1, Lk], the second sequence all padding."""
+    """Return a mask [B, 1, 1, Lk] in which the second sequence is all padding."""
     return (mask & torch.tensor([True, False])[:, None])[:, None, None]
 
 
@@ -66,7 +66,7 @@ each(
     # GPT-2: the value filled in is a tensor
     where_tensor_fill=lambda s, mask: torch.where(mask[:, None, None], s, torch.full([], LOW)),
     extended_mask=lambda s, mask: s + added(mask[:, None, None]),
-    # the mask less one, and a product with it beside what is filled in
+    # (mask - 1) * large; a product with the mask plus a fill value
     mask_less_one=lambda s, mask: s + (mask[:, None, None].float() - 1.0) * -LOW,
     product_and_fill=lambda s, mask: (
         s * mask[:, None, None] + torch.where(mask[:, None, None], 0.0, -1e4)
@@ -93,7 +93,7 @@ each(
     tril_above_zero=lambda s, mask: torch.where(torch.ones(L, L).tril() > 0, s, -INF),
     # nn.Transformer.generate_square_subsequent_mask
     triu_minus_infinity_added=lambda s, mask: s + torch.triu(torch.full((L, L), -INF), diagonal=1),
-    # one boolean mask of both
+    # one boolean mask for causality and padding
     causal_and_padding=lambda s, mask: torch.where(
         torch.ones(L, L).bool().tril() & mask[:, None, None], s, torch.tensor(-INF)
     ),
@@ -101,19 +101,19 @@ each(
     gpt2_then_padding=lambda s, mask: (
         torch.where(torch.ones(L, L).tril().bool(), s, LOW) + added(mask[:, None, None])
     ),
-    # a sequence that is all padding, with a mask that is added: the gradient passes on to the scores
+    # a sequence that is all padding: an added mask passes the gradient on to the scores
     row_without_keys_added=lambda s, mask: s + added(first_alone(mask)),
-    # Hugging Face's decoders: one additive mask of both, to sequences that begin with padding
+    # Hugging Face's decoders: one additive mask for both, with sequences that begin with padding
     causal_and_left_padding_added=lambda s, mask: s + torch.where(~FUTURE & left(mask), 0.0, LOW),
-    # two sums: what the second drops is no longer at the number of the first
+    # two sums: keys that the second one drops no longer have the first one's fill value
     left_padding_added_then_triangle_of_infinity=lambda s, mask: s + added(left(mask)) + triangle(),
     # three terms: finfo.min filled in, an added -inf triangle, ALiBi
     padding_then_causal_then_distances=lambda s, mask: (
         s.masked_fill(~mask[:, None, None], LOW) + triangle() + distances()
     ),
-    # a row that the fill empties passes no gradient on, though a bias is added to it
+    # a completely filled row passes no gradient on, although a bias is added to it
     padding_filled_then_distances=lambda s, mask: s.masked_fill(~first_alone(mask), LOW) + distances(),
-    # GPT-2 on sequences that begin with padding: rows whose keys are filled here, added to there
+    # GPT-2 on sequences that begin with padding: in some rows all keys are dropped, by the fill or by the sum
     left_padding_after_the_triangle=lambda s, mask: torch.where(~FUTURE, s, LOW) + added(left(mask)),
     # -1e9 for padding, -inf for the future, either way round, or the triangle added
     padding_then_causal_of_another_fill=lambda s, mask: (
@@ -128,7 +128,7 @@ each(
     scored(modes=INFER),
     # a sequence that is all padding: uniform under a finite fill
     row_without_keys=lambda s, mask: s.masked_fill(~first_alone(mask), -1e9),
-    # in a row without keys all that are filled are alike
+    # in a row without keys, all filled scores are equal
     two_masks_in_front_of_a_bias=lambda s, mask: (
         s.masked_fill(FUTURE, LOW).masked_fill(~left(mask), LOW) + distances()
     ),
@@ -136,7 +136,7 @@ each(
 each(
     scored(inputs=lambda: (*qkv(), combined_biases())),
     given_bias=lambda s, bias: s + bias,
-    # the same behind a triangle that was filled in
+    # the same after a causal fill
     given_bias_after_the_triangle=lambda s, bias: torch.where(~FUTURE, s, LOW) + bias.flip(3),
 )
 
@@ -199,8 +199,8 @@ def causal_rows_without_keys_added(q, k, v, mask):
 
 
 def combined_biases() -> torch.Tensor:
-    """[B, 1, L, L]: finfo.min where the padding or the causal mask drops, twice that where both do; the first key of
-    the second row is padding, so that its first query has none."""
+    """Return [B, 1, L, L]: finfo.min where the padding or the causal mask drops a key, twice that where both do. The
+    first key of the second sequence is padding, so that its first query has no key."""
     low = torch.finfo(torch.float32).min
     padding = torch.zeros(B, 1, 1, L)
     padding[0, ..., -2:] = padding[1, ..., 0] = low
@@ -208,7 +208,7 @@ def combined_biases() -> torch.Tensor:
 
 
 def some_rows_without_keys() -> torch.Tensor:
-    """[B, L, L] boolean, True at keys that are dropped; the first query of one sequence keeps none."""
+    """Return a boolean mask [B, L, L], True at dropped keys; the first query of one sequence keeps none."""
     dropped = ~torch.tril(torch.ones(B, L, L, dtype=torch.bool))
     dropped[0, 0] = True
     return dropped
@@ -216,7 +216,7 @@ def some_rows_without_keys() -> torch.Tensor:
 
 @attention()
 def assigned_behind_an_ellipsis(q, k, v, mask):
-    """scores[..., later] = -1e9, over heads that are one axis with the batch"""
+    """scores[..., later] = -1e9, with batch and heads in one axis"""
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE
     scores[..., torch.ones(L, L, dtype=torch.bool).triu(1)] = -1e9
     return torch.bmm(entmax.sparsemax(scores, dim=-1), v.flatten(0, 1)).view_as(v)
@@ -258,21 +258,21 @@ def queries_masked_behind_the_keys(q, k, v, mask):
 
 @attention()
 def a_gate_of_every_query(q, k, v, mask):
-    """halved, and times a gate that is learnt"""
+    """probabilities times a learned gate of every query, halved"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return (p * torch.sigmoid(q.mean(-1, keepdim=True)) / 2) @ v
 
 
 @attention(inputs=lambda: (*qkv(), normal((H, L, L), 7)))
 def learned_biases_and_the_triangle_twice(q, k, v, bias):
-    """what is learnt is no mask"""
+    """learned biases are not a mask"""
     later = torch.ones(L, L, dtype=torch.bool).triu(1)
     scores = (q @ k.mT * SCALE + bias).masked_fill(later, -1e30)
     return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
 
 
 def part_of_all_pairs():
-    """A boolean mask of which a part is assigned to before it is read."""
+    """Return a boolean mask after an assignment to a part of it."""
     keep = torch.ones(L, L, dtype=torch.bool)
     keep[2:, 1] = False
     return keep
@@ -320,7 +320,7 @@ def prefix_filled_through_a_view(scores, mask):
 
 @scored()
 def positions_written_through_a_view(scores, mask):
-    """arange no longer counts"""
+    """after the write, the positions are no longer an arange"""
     queries, keys = torch.arange(L), torch.arange(L)
     keys[3:5].zero_()
     return scores.masked_fill(queries[:, None] < keys, -1e9)
@@ -328,7 +328,7 @@ def positions_written_through_a_view(scores, mask):
 
 @scored("no_rewrite", "changed in place", at="keep.fill_(")
 def mask_filled_after_its_cast(scores, mask):
-    """the bias was made of the mask as it was before"""
+    """the bias was computed from the mask before the write"""
     keep = mask.clone()
     bias = (1 - keep[:, None, None].float()) * LOW
     keep.fill_(True)
@@ -345,7 +345,7 @@ def biases_of_heads_flattened(q, k, v, mask):
 
 
 def assigned(drop):
-    """Register scores of which `drop(scores)` takes keys out."""
+    """Register attention in which `drop(scores)` removes keys from the scores."""
     for fields in ({}, {"modes": INFER, "dynamic": True, "prefix": "any_size_"}):
         of(scored(**fields), lambda drop: lambda scores, mask: drop(scores))(drop)
 
@@ -374,7 +374,7 @@ def filled_by_index_in_place(scores):
 
 @assigned
 def merged_heads(scores):
-    """over heads that are one axis with the batch"""
+    """batch and heads are one axis"""
     merged = scores.flatten(0, 1)
     merged[1:, :, 2] = -1e9
     return merged.view_as(scores)
@@ -382,7 +382,7 @@ def merged_heads(scores):
 
 @assigned
 def sequences_and_heads(scores):
-    """of an axis that was two: those that were one go together"""
+    """batch and heads were one axis: their two indices go together"""
     scores = scores.unflatten(0, (1, -1)).clone()
     scores[0, 1:, :, :, -1] = -INF
     return scores.flatten(0, 1)
@@ -390,7 +390,7 @@ def sequences_and_heads(scores):
 
 @scored()
 def assigned_and_biased(scores, mask):
-    """keys are taken out of scores that get a bias afterwards, and a causal mask"""
+    """keys are removed from scores that later get a bias and a causal mask"""
     scores[..., -1] = -INF
     scores = scores + torch.linspace(-1, 1, L)
     return scores.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -INF)

@@ -94,7 +94,7 @@ def masked_before_and_after_a_triangle(scores, mask):
 
 @attention("spreads the scores over an axis", pattern="entmax_attention", at="+ steps")
 def one_head_of_scores_for_all(q, k, v, mask):
-    """the bias has an axis of heads, the scores have none"""
+    """the bias has an axis of heads, but the scores do not"""
     steps = torch.arange(H)[:, None, None] * 0.1
     scores = q[:, :1] @ k[:, :1].mT * SCALE
     return entmax.entmax15(scores + steps, dim=-1) @ v
@@ -102,7 +102,7 @@ def one_head_of_scores_for_all(q, k, v, mask):
 
 @attention("topk between the product", pattern="entmax_attention", at=".topk(")
 def scores_of_the_best_keys(q, k, v, mask):
-    """the keys of every query are others"""
+    """every query has different keys"""
     scores, keys = (q @ k.mT * SCALE).topk(3, dim=-1)
     p = entmax.entmax15(scores, dim=-1)
     return (p.unsqueeze(-1) * v.unsqueeze(2).expand(-1, -1, L, -1, -1)[..., :3, :]).sum(-2), keys
@@ -110,7 +110,7 @@ def scores_of_the_best_keys(q, k, v, mask):
 
 @attention("scores come from sum", pattern="entmax_attention", at="k.sum(-1)")
 def pooled_by_a_sum(q, k, v, mask):
-    """attention pooling: one score a token, and no product that makes it"""
+    """attention pooling: one score per token, which is not a product of queries and keys"""
     return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
 
 
@@ -122,7 +122,7 @@ def heads_mixed_in_the_scores(q, k, v, mask):
 
 @attention("mul changes the prob", pattern="entmax_attention", at="* kept")
 def keys_dropped_by_a_number(q, k, v, mask):
-    """the mask that the scores lack, as a number"""
+    """a mask as a number after the probabilities, which the scores did not have"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     kept = mask[:, None, None].float()
     return (p * kept) @ v
@@ -130,7 +130,7 @@ def keys_dropped_by_a_number(q, k, v, mask):
 
 @attention("a layer's outputs are experts, no keys", pattern="entmax_attention")
 def routed_to_experts(q, k, v, mask):
-    """what every expert is given"""
+    """tokens distributed to experts"""
     gates = entmax.entmax15(F.linear(k, torch.eye(D)[:4] + 0.1) / 2, dim=-1)
     return torch.einsum("bhse,bhsd->bhed", gates, v)
 
@@ -151,7 +151,7 @@ def bilinear_scores_in_one_einsum(q, k, v, mask):
 
 @attention("a part of the result of entmax15", pattern="entmax_attention", at="[..., :-1]")
 def attention_sink(q, k, v, mask):
-    """a further score that no key has"""
+    """an additional score without a key"""
     scores = torch.cat([q @ k.mT * SCALE, q.new_zeros(B, H, L, 1)], -1)
     return entmax.entmax15(scores, dim=-1)[..., :-1] @ v
 
@@ -184,7 +184,7 @@ def entropy_of_the_probabilities(q, k, v, mask):
 
 @attention("also read by mean", pattern="entmax_attention", at="scores.mean(")
 def masked_scores_less_their_mean(q, k, v, mask):
-    """the mean of a row with a masked key is -inf, and what is left of the row NaN"""
+    """the mean of a row with a masked key is -inf, so the row becomes NaN"""
     scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], float("-inf"))
     scores = scores - scores.mean(-1, keepdim=True)
     return entmax.entmax_bisect(scores, alpha=1.5, dim=-1) @ v
@@ -192,7 +192,7 @@ def masked_scores_less_their_mean(q, k, v, mask):
 
 @attention("also read by amax", pattern="entmax_attention", at="scores.amax(")
 def masked_scores_less_the_largest_of_their_columns(q, k, v, mask):
-    """that of a masked key is -inf, and what is left of the row with its number NaN"""
+    """the maximum of a masked key's column is -inf, so a row becomes NaN"""
     scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], float("-inf"))
     scores = scores - scores.amax(-2).unsqueeze(-1)
     return entmax.entmax_bisect(scores, alpha=1.5, dim=-1) @ v
@@ -205,7 +205,7 @@ def mixed_and_returned(q, k, v, mask):
 
 
 def hook_ends_the_graph():
-    """As in torch before 2.13"""
+    """Return why the hook programs cannot run: torch before 2.13 cannot trace hooks."""
     found = importlib.util.find_spec("torch._higher_order_ops.register_hook")
     return "" if found else "Dynamo traces no hook"
 
@@ -236,7 +236,7 @@ def soft_capped(q, k, v, mask):
 
 
 def tau_of(z):
-    """The threshold of entmax15 of 2 z, by sorting."""
+    """Return the threshold of entmax15(2 z), by sorting."""
     s = z.sort(dim=-1, descending=True).values
     n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype)
     mean = s.cumsum(-1) / n
@@ -266,7 +266,7 @@ def bisection_without_a_backward(x):
 
 
 class StraightThrough(Function):
-    """entmax forwards, the identity backwards."""
+    """A Function with entmax as its forward and the identity as its backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -333,7 +333,7 @@ def hard_max(x):
 
 @attention("under no_grad", modes=TRAIN, pattern="entmax_attention", at="attn =")
 def probabilities_without_gradient(q, k, v, mask):
-    """the attention pattern is computed under no_grad"""
+    """the probabilities are computed under no_grad"""
     with torch.no_grad():
         attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return attn @ v
@@ -380,14 +380,14 @@ def another_mask_afterwards(q, k, v, dropped):
     at=".masked_fill(dropped[:, None], 0.0)",
 )
 def a_weak_mask_and_the_same_afterwards(q, k, v, dropped):
-    """a fill that scores may lie below"""
+    """scores may be below the fill value"""
     scores = (q @ k.mT * 3e3).masked_fill(dropped[:, None], -1e3)
     return entmax.entmax15(scores, dim=-1).masked_fill(dropped[:, None], 0.0) @ v
 
 
 @attention("a bias makes as low as the mask does", at=".masked_fill(later, 0.0)")
 def padding_added_and_the_triangle_afterwards(q, k, v, mask):
-    """left padding, whose first queries have no key but through the triangle's fill"""
+    """left padding: the first queries have no key except by the fill of the triangle"""
     pads = torch.zeros(B, 1, 1, L).masked_fill(~mask.flip(1)[:, None, None], -1e30)
     later = torch.ones(L, L, dtype=torch.bool).triu(1)
     scores = (q @ k.mT * SCALE + pads).masked_fill(later, -1e30)
@@ -457,13 +457,13 @@ def keys_written_before_the_values(q, k, v, mask):
 
 @attention("clamp between", modes=INFER, at=".clamp(min=-1e3)")
 def floor_that_scores_reach(q, k, v, mask):
-    """a floor that is no lowest number"""
+    """a floor that is not the lowest number"""
     return entmax.entmax15((q @ k.mT * SCALE).clamp(min=-1e3), dim=-1) @ v
 
 
 @attention("maximum halves", modes=TRAIN, at="torch.max(")
 def maximum_of_a_row_that_ties(q, k, v, mask):
-    """torch.max(scores + padding, finfo.min), finfo.min being what is added"""
+    """torch.max(scores + padding, finfo.min), where padding is finfo.min, too"""
     low = torch.finfo(q.dtype).min
     scores = q @ k.mT * SCALE + (1.0 - mask[:, None, None].to(q.dtype)) * low
     return entmax.entmax15(torch.max(scores, torch.tensor(low)), dim=-1) @ v
@@ -492,7 +492,7 @@ def floor_of_two_masks(scores, mask):
     at=".masked_fill(",
 )
 def sequences_spread_by_a_mask(q, k, v):
-    """the mask has a batch, queries and keys have none"""
+    """the mask has a batch axis, but queries and keys have none"""
     keep = (torch.arange(k.size(2)) < torch.tensor([[7], [4]]))[:, None, None]
     return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, -1e9), dim=-1) @ v
 
@@ -518,7 +518,7 @@ def weighted_and_normalised_again(q, k, v, mask):
 
 @rows("mul is written in place and lives on", modes=INFER, at="z -=")
 def scores_read_through_a_view_afterwards(x):
-    """in place on what is returned, too"""
+    """a view of the scores is read after the write in place"""
     z = x * 1.5
     flat = z.view(-1)
     z -= z.max(-1, keepdim=True).values
@@ -545,7 +545,7 @@ def filled_through_a_view(scores, mask):
 
 
 class Halved(Unhalved):
-    """The backward is that of entmax15, as if nothing were doubled."""
+    """A Function of entmax15(2 x) with the backward of entmax15(x)."""
 
     @staticmethod
     def backward(ctx, grad):

@@ -21,7 +21,7 @@ near_miss = functools.partial(attention, "no_rewrite", modes=INFER)
 
 @maybe("the heads have to be assembled again", pattern="entmax")
 def per_head_loop(q, k, v, mask):
-    """a Python loop over heads, each with an alpha, stacked"""
+    """a Python loop over heads with an alpha for each, stacked"""
     alpha, z = torch.linspace(1.3, 1.7, H), q @ k.mT * SCALE
     each = [entmax.entmax_bisect(z[:, h], alpha=alpha[h], dim=-1) for h in range(H)]
     return torch.stack(each, 1) @ v
@@ -64,7 +64,7 @@ def attention_not_renormalised(q, k, v, mask):
 
 
 def interface(kind: str) -> Callable[..., Any]:
-    """An attention function for transformers' AttentionInterface."""
+    """Return an attention function for transformers' AttentionInterface."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
         groups = query.shape[1] // key.shape[1]
@@ -95,7 +95,7 @@ GPT2 = {
     "vocab_size": 64, "n_embd": 16, "n_inner": 32, "n_head": 2, "n_positions": 64, "use_cache": False,
     "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
 }  # fmt: skip
-# which: transformers' model, its configuration, and what that is given
+# which: transformers' model, its configuration, and the configuration's arguments
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaModel", "LlamaConfig", {**SIZES, "num_key_value_heads": 1, "use_cache": False}),
     "bert": ("BertModel", "BertConfig", {**SIZES, **STILL}),
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
 
 
 def token_ids() -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, L]; the first sequence is shorter."""
+    """Return ids and mask [B, L]; the first sequence is shorter."""
     torch.manual_seed(3)
     ids = torch.randint(5, 60, (B, L))
     mask = torch.ones(B, L, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Whole habits of well-known code bases: how they split heads, mask, scale and normalise."""
+"""Attention of well-known code bases: their ways to split heads, mask, scale and normalise."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def newton(x):
 
 
 class SetUpContext(Function):
-    """torch's newer way: forward without a context."""
+    """A Function in torch's newer form, with setup_context and a forward without a context."""
 
     @staticmethod
     def forward(x):
@@ -140,7 +140,7 @@ def full_then_triu_in_place(q, k, v, mask):
 
 @attention(inputs=lambda: (*qkv(), torch.zeros(2, L, L).masked_fill(torch.arange(L) > 4, -100.0)))
 def windows(q, k, v, masks):
-    """Swin: a mask a window, added to a batch that is split into windows"""
+    """Swin: one mask per window, added to a batch that is split into windows"""
     scores = (q @ k.mT * SCALE).view(-1, 2, H, L, L) + masks.unsqueeze(1).unsqueeze(0)
     return entmax.entmax15(scores.view(-1, H, L, L), dim=-1) @ v
 
@@ -252,7 +252,7 @@ def bias_before_the_temperature(q, k, v, t, bias):
 
 @attention(inputs=lambda: (normal((B, D), 1), normal((B, L, D), 2), keep()))
 def pointer_network(q, memory, mask):
-    """one query a row of the batch, the keys first in the product"""
+    """one query per row of the batch, keys first in the product"""
     scores = torch.bmm(memory, q.unsqueeze(2)).squeeze(2) / D**0.5
     p = entmax.entmax15(scores.masked_fill(~mask, -1e9), dim=-1)
     return torch.bmm(p.unsqueeze(1), memory).squeeze(1)

@@ -1,4 +1,4 @@
-"""What stands between the projections: the many ways to write a rectifier and its product."""
+"""Activations between the projections: the many ways to write a rectifier and its product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ each(
     shifted_relu=lambda x, m: m.down(torch.relu(m.up(x) - 0.3)),
     relu6=lambda x, m: m.down(F.relu6(m.up(x))),
     scaled_after=lambda x, m: m.down(F.relu(m.gate(x)) * m.up(x) * 0.5),
-    # A squashed second factor; the first one is zero all the same.
+    # A squashed second factor; the first one is zero for inactive neurons.
     sigmoid_up=lambda x, m: m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x))),
 )
 
@@ -78,7 +78,7 @@ each(
     threshold_by_mask=lambda g: g * (g > 0.2).to(g.dtype),
     threshold_by_where=lambda g: torch.where(g > 0.05, g, torch.zeros_like(g)),
     scaled_before=lambda g: torch.relu(g * 0.25),
-    # Gemma's soft cap: what is below 0 stays there
+    # Gemma's soft cap: negative values stay negative
     softly_capped_before_the_rectifier=lambda g: F.relu(30 * torch.tanh(g / 30)),
 )
 
@@ -129,7 +129,7 @@ def relu_times_up(x, m):
 
 
 class Scaled(Block):
-    """A block whose neurons have a learned scale each, of either sign."""
+    """A block with a learned scale per neuron, of either sign."""
 
     def __init__(self, forward):
         super().__init__(forward)
@@ -154,9 +154,9 @@ each(
 each(
     of(scaled(), lambda act: lambda x, m: m.down(act(m.up(x), m.scale))),
     scale_in_one_factor=lambda u, scale: u * (F.relu(u) * scale),
-    # a bias of its own in either factor
+    # the two factors have different biases
     rectified_times_shifted=lambda u, shift: F.relu(u) * (u + shift),
-    # as the magnitudes of a gated sparse autoencoder have it
+    # as in the magnitudes of a gated sparse autoencoder
     rectified_of_scaled=lambda u, scale: F.relu(u * scale) * u,
     rectified_twice_with_one_bias=lambda u, shift: F.relu(u + shift) * (u + shift),
 )
@@ -172,7 +172,7 @@ def shifted_in_place_between(x, m):
 
 @scaled(modes=TRAIN)
 def statistic_of_the_factor_without_a_bias(x, m):
-    """The L1 term reads the rectified factor of two that differ by a bias."""
+    """Two factors differ by a bias, and the L1 term reads the rectified one."""
     u = m.up(x)
     h = F.relu(u)
     return m.down(h * (u + m.scale)), h.abs().mean()
@@ -180,7 +180,7 @@ def statistic_of_the_factor_without_a_bias(x, m):
 
 @scaled(modes=TRAIN)
 def statistic_before_the_scale(x, m):
-    """The L1 term reads what has no scale yet."""
+    """The L1 term reads activations before the scale."""
     h = F.relu(m.up(x))
     return m.down(h * m.scale), h.abs().mean()
 
@@ -198,14 +198,14 @@ def neuron_shift(x, m):
 
 
 class Zeroed(Block):
-    """A gate that starts at zero, so that its outputs are exactly 0: what learns from there?"""
+    """A block with a zero-initialised gate: gradients at outputs of exactly 0 decide whether it learns."""
 
     def __init__(self, forward):
         super().__init__(forward)
         nn.init.zeros_(self.gate.weight)
 
 
-# The gradient where the gate is exactly zero is PyTorch's of each spelling.
+# Where the gate is exactly 0, each spelling has its own gradient in PyTorch, which a rewrite must keep.
 each(
     function(
         lambda act: (Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)),
@@ -232,7 +232,7 @@ def capped_before_the_rectifier(x, m):
 
 @block(modes=TRAIN)
 def mask_without_gradients(x, m):
-    """what says which neurons are active, computed under no_grad"""
+    """the mask of active neurons is computed under no_grad"""
     g = m.gate(x)
     with torch.no_grad():
         active = (g > 0).to(g.dtype)
@@ -268,7 +268,7 @@ def product_where_either_is_positive(x, m):
 
 @block()
 def odd_function_of_the_gate_times_its_mask(x, m):
-    """tanh(g) * u * (g > 0.1): 0 at 0, so that what is masked is made of 0"""
+    """tanh(g) * u * (g > 0.1): tanh(0) is 0, so masked neurons may be computed from g = 0"""
     g = m.gate(x)
     return m.down(torch.tanh(g) * m.up(x) * (g > 0.1).to(x.dtype))
 
@@ -290,7 +290,7 @@ def product_assigned_where_negative(x, m):
 
 @block()
 def product_by_einsum(x, m):
-    """einsum as a product of numbers, with a vector too"""
+    """einsum as an elementwise product, also with a vector"""
     h = torch.einsum("...n,...n->...n", F.relu(m.gate(x)), m.up(x))
     return m.down(torch.einsum("bsn,n->bsn", h, torch.linspace(0.5, 1.5, N, device=x.device)))
 
@@ -311,7 +311,7 @@ def every_other_neuron_in_place():
 
 @block(bias=True)
 def a_neuron_ablated(x, m):
-    """what an interpreter of models does to see what a feature is good for"""
+    """interpretability research does this to find the effect of a feature"""
     h = m.act(m.up(x)).clone()
     h[..., 5] = 0.0
     return m.down(h)
@@ -336,13 +336,13 @@ def neurons_ablated_by_a_mask(x, m):
 
 @block(modes=INFER, bias=True)
 def reshaped_there_and_back(x, m):
-    """groups of neurons, for what is no more done to them"""
+    """neurons are put into groups, and nothing is done with the groups"""
     return m.down(m.act(m.up(x)).unflatten(-1, (4, -1)).clone().flatten(-2))
 
 
 @block("no_rewrite", "also read by mean", at="d.mean()")
 def detached_gate_read_beside_its_mask(x, m):
-    """a statistic of what the mask is made of"""
+    """a statistic of the gate from which the mask is computed"""
     g = m.gate(x)
     d = g.detach()
     return m.down(g * (d > 0) * m.up(x)), d.mean()

@@ -82,7 +82,7 @@ def lora_of_flattened_tokens(x, m):
 
 
 class _Two(nn.Module):
-    """A block of whose projections one is a sum."""
+    """A block with a projection that is a sum of linear maps."""
 
     def __init__(self, forward, frozen=False):
         super().__init__()
@@ -102,7 +102,7 @@ def two(*how, frozen=False, **fields):
 
 @two()
 def conditioned_on_other_tokens(x, m, block):
-    """relu(W x + V t): a hidden state, or what a layer is conditioned on."""
+    """relu(W x + V t), where t is a hidden state or conditions the layer."""
     return block.down(F.relu(block.gate(x) + m.c(x.flip(1))))
 
 
@@ -118,13 +118,13 @@ def adapter_that_is_taken_off(x, m, block):
 
 @two(frozen=True)
 def two_adapters(x, m, block):
-    """Of one projection, of which the second has no low rank."""
+    """Both adapt the gate projection, and the second one has full rank."""
     return block.down(F.relu(block.gate(x) + m.b(m.a(x)) + 0.5 * m.c(x)) * block.up(x))
 
 
 @two(frozen=True)
 def learned_scale_of_an_adapted_gate(x, m, block):
-    """The scale becomes part of frozen weights, whose gradient is the scale's then."""
+    """The scale is multiplied into frozen weights, which then need a gradient for the scale."""
     return block.down(F.relu((block.gate(x) + m.b(m.a(x))) * m.scale) * block.up(x))
 
 

@@ -1,4 +1,4 @@
-"""Where the weights are, one parameter [2, K, N] of gate and up among them, and how the tokens lie."""
+"""Layouts of the weights, such as one parameter [2, K, N] for gate and up, and of the tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fused(nn.Module):
 
 
 def fused(bias: bool = False, **fields):
-    """Register a block of which `split(z)` makes gate and up of one projection."""
+    """Register a block in which `split(z)` makes gate and up from one projection."""
     return function(lambda split: (Fused(split, bias), (tokens(),)), prefix="fused_", **fields)
 
 
@@ -71,7 +71,7 @@ def half_in_place(z):
 
 
 def _put_together(apart):
-    """Two projections are stacked or concatenated, then taken apart: `apart(gate, up)`."""
+    """Return a block whose projections are stacked or concatenated and split again by `apart(gate, up)`."""
 
     def both(x, m):
         gate, up = apart(m.gate(x), m.up(x))
@@ -131,7 +131,7 @@ each(
 
 @formula()
 def addmm_of_a_residual(x, b, w, d):
-    """The residual is what addmm adds."""
+    """addmm adds the residual."""
     x = x.flatten(0, 1)
     return torch.addmm(x, torch.relu(torch.addmm(b, x, w)), d)
 
@@ -255,7 +255,7 @@ class Viewed(nn.Module):
 
 @program()
 def convolutions_flattened():
-    """What convolutions return lies as [B, K, S], which view counts on."""
+    """Convolutions return contiguous [B, K, S], which view requires."""
     return nn.Sequential(Convolutions(1), Viewed()), (tokens(shape=(B, K, S)),)
 
 
@@ -327,7 +327,7 @@ def broadcast_matmul(x, w, down):
 
 @stacked(3, K, N, expect="no_rewrite", why="also read by sum", at="h[2].sum()")
 def third_is_read(x, w, down):
-    """what else is computed together is read"""
+    """the third part of the joint projection is read, too"""
     h = torch.einsum("bsk,ekn->ebsn", x, w)
     return (F.relu(h[0]) * h[1]) @ down, h[2].sum()
 
@@ -342,5 +342,5 @@ def tokens_written_in_between(x, w, down):
 
 @formula(inputs={"keep": lambda: (torch.arange(S) < 3).float()[:, None]})
 def outputs_in_front_of_the_tokens(x, w, d, keep):
-    """what a convolution over the tokens takes next"""
+    """the layout that a subsequent convolution over the tokens needs"""
     return torch.einsum("bsn,nk->bks", F.relu(x @ w) * keep, d)

@@ -248,7 +248,7 @@ def product_in_the_einsum_of_the_projection(x, m):
 
 @block("no_rewrite", "an assignment after", at="h[g < 0] = 1.0")
 def product_assigned_one(x, m):
-    """what is assigned is not 0"""
+    """the assigned value is not 0"""
     g = m.gate(x)
     h = g * m.up(x)
     h[g < 0] = 1.0
@@ -257,7 +257,7 @@ def product_assigned_one(x, m):
 
 @block("no_rewrite", "also read by sum", at="before = h.sum()")
 def product_read_before_it_is_assigned(x, m):
-    """what is read is not what the projection takes"""
+    """the sum reads other values than the projection"""
     g = m.gate(x)
     h = g * m.up(x)
     before = h.sum()
@@ -275,7 +275,7 @@ def one_neuron_of_one_sequence_ablated(x, m):
 
 @miss("relu is changed in place by _foreach_mul", modes=INFER, at="torch._foreach_mul_(")
 def scaled_in_a_list(x, m):
-    """A write whose call does not return what it wrote"""
+    """A write by a call that does not return the written tensor"""
     h = F.relu(m.up(x))
     torch._foreach_mul_([h], 2.0)
     return m.down(h)
@@ -283,7 +283,7 @@ def scaled_in_a_list(x, m):
 
 @program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate.mul_(2)")
 def overlapping_parts_in_place():
-    """the other factor shares a neuron with what was scaled in place"""
+    """the other factor shares a neuron with the part that was scaled in place"""
     wide, down = weight(2 * N, K), weight(K, N, seed=34)
 
     def f(x):
@@ -383,7 +383,7 @@ def scaled_to_eight_bits(h):
 
 each(
     miss("gelu and silu have no zeros"),
-    # what is divided by is kept away from zero
+    # the divisor is kept away from zero
     quantised_silu=lambda x, m: m.down(scaled_to_eight_bits(F.silu(m.gate(x)) * m.up(x))),
     gelu_of_unit_length=lambda x, m: m.down(
         (h := F.gelu(m.up(x))) / h.norm(dim=-1, keepdim=True).clamp_min(1e-12)

@@ -74,7 +74,7 @@ GPT2 = {
     "vocab_size": 64, "n_embd": 16, "n_inner": 32, "n_layer": 1, "n_head": 2, "n_positions": 64,
     "activation_function": "relu", "use_cache": False,
 }  # fmt: skip
-# kind: transformers' model, its configuration, and what that is given
+# kind: transformers' model, its configuration, and the configuration's arguments
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", RELU),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", SIZE),

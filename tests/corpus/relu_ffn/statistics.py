@@ -14,7 +14,7 @@ from corpus.relu_ffn.registry import INFER, TRAIN, block
 
 
 def beside(make: Callable, *how: Any, **fields: Any) -> Callable[[Callable], Callable]:
-    """Register `statistic(h)` of the activations h that `make(x, m)` gives the down projection."""
+    """Register a block with `statistic(h)` of the activations h = `make(x, m)`, which the down projection reads."""
 
     def wrap(statistic: Callable) -> Callable:
         def forward(x, m):
@@ -99,7 +99,7 @@ def statistic_of_tokens(h):
 
 @block()
 def share_of_zeros_without_gradients(x, m):
-    """with torch.no_grad(): what is logged, before the down projection"""
+    """a logged statistic, computed under torch.no_grad() before the down projection"""
     h = F.relu(m.gate(x))
     with torch.no_grad():
         zeros = (h == 0).float().mean()
@@ -139,7 +139,7 @@ def weighed_by_what_may_be_negative(x, m):
 
 @block(modes=TRAIN)
 def logged_sum_of_weighted_neurons(x, m):
-    """what is logged has no gradient, whatever it is made of"""
+    """a logged value has no gradient, although its operands have one"""
     norms = m.down.weight.norm(dim=0)
     h = F.relu(m.up(x))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What else stands between the projections: a factor or mask of every token, a learned scalar, batch normalisation."""
+"""Other steps between the projections: a factor or mask of every token, a learned scalar, batch normalisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from corpus.relu_ffn.registry import (
 
 
 class Weighed(Block):
-    """A block with p [B, S, 1] beside its tokens; `bn` keeps to its running statistics if `frozen`."""
+    """A block with an input p [B, S, 1] beside its tokens; `bn` uses its running statistics if `frozen`."""
 
     def __init__(self, forward, frozen: bool):
         super().__init__(forward, bias=True)
@@ -78,7 +78,7 @@ def padding_filled_with_zeros(x, p, m):
 
 @weighed(modes=INFER)
 def padded_product_filled_with_zeros(x, p, m):
-    """the same after a product, and what is padding is infinite"""
+    """the same after a product, with infinite values in the padding"""
     x = x.masked_fill(p < 0, float("inf"))
     return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 0.0))
 
@@ -103,7 +103,7 @@ def product_unless_dropped(x, p, m):
 
 @weighed()
 def pruned_neurons_of_a_product(x, p, m):
-    """where(keep, product, 0), a factor of every neuron behind it"""
+    """where(keep, product, 0), followed by a factor of every neuron"""
     h = torch.where(m.scale > 0, F.relu(m.gate(x)) * m.up(x), 0.0)
     return m.down(h * m.scale)
 
@@ -164,7 +164,7 @@ def token_factor_before(x, p, m):
 
 @weighed("no_rewrite", "a term of every token", at="+ p")
 def token_term(x, p, m):
-    """StarReLU's bias, one a token"""
+    """StarReLU's bias, one per token"""
     return m.down(F.relu(m.up(x)) + p)
 
 
@@ -201,7 +201,7 @@ def negative_assigned(x, p, m):
 
 @weighed("no_rewrite", "a comparison (lt)", INFER, at="negative = h < 0")
 def negative_assigned_too_late(x, p, m):
-    """the mask is older than the values"""
+    """the mask was computed before the values changed"""
     h = m.up(x).clone()
     negative = h < 0
     h += p
@@ -218,7 +218,7 @@ each(
     jump_relu_filled=lambda h, theta: h.masked_fill(h.detach() <= theta, 0.0),
     # BatchTopK in inference: one threshold for all
     above_a_number_for_all=lambda h, theta: F.relu(h) * (F.relu(h) > theta.mean()),
-    # what exceeds a learned number is dropped
+    # neurons that exceed a learned number are dropped
     rectified_up_to_a_ceiling=lambda h, theta: F.relu(h) * ~(h > theta),
     # the mask has no effect
     shifted_beyond_its_threshold=lambda h, theta: F.relu(h - theta) * (h > theta),
@@ -279,13 +279,13 @@ def threshold_in_float32(x, p, m):
 
 @weighed(modes=TRAIN)
 def statistic_before_a_token_factor(x, p, m):
-    """The L1 term reads what the router has not weighed."""
+    """The L1 term reads activations before the router's factor."""
     h = F.relu(m.up(x))
     return m.down(h * p), h.abs().mean()
 
 
 @weighed("no_rewrite", "also read by abs", TRAIN, at="h.abs()")
 def statistic_after_a_token_factor(x, p, m):
-    """The L1 term reads what the router has weighed."""
+    """The L1 term reads activations after the router's factor."""
     h = F.relu(m.up(x)) * p
     return m.down(h), h.abs().mean()

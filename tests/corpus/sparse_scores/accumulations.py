@@ -140,7 +140,7 @@ def into_each_row_of_a_buffer(c, q):
 
 @scoring()
 def into_a_part_that_holds_something(c, q):
-    """boosts stay where they are, and are read again later"""
+    """boosts that are in the buffer stay, and are read again later"""
     scores = torch.zeros(B, N + 2)
     part = scores[:, :N]
     part[:, 0] = 0.25
@@ -166,7 +166,7 @@ def diff_of_some_documents(c, q):
 
 @scoring(batch=False)
 def neighbours_among_looked_up_sums(c, q):
-    """what diff() does, by hand"""
+    """the computation of diff(), written by hand"""
     ends = F.pad((q[c.cols] * c.vals).cumsum(0), (1, 0))[c.offsets]
     return (ends[1:] - ends[:-1]).topk(K)
 
@@ -213,7 +213,7 @@ def accumulator_read_flat(c, q):
 
 @scoring(modes=(True,))
 def hard_negatives(c, q):
-    """looked for without gradients in the middle of a training step"""
+    """a search without gradients within a training step"""
     with torch.no_grad():
         found = (q[:, c.ids] * c.values).sum(-1).topk(K).indices
     return q.gather(1, found).sum()
@@ -240,7 +240,7 @@ def rows_repeated(c, q):
 
 @scoring()
 def accumulator_of_the_querys_type(c, q):
-    """zeros(...).type_as(q), and what it was before read afterwards"""
+    """zeros(...).type_as(q), and the original zeros are read afterwards"""
     zeros = torch.zeros(q.shape[0], N)
     scores = zeros.type_as(q)
     scores.scatter_add_(1, c.rows.expand(q.shape[0], -1), q[:, c.cols] * c.vals)

@@ -112,14 +112,14 @@ def einsum_of_four(c, q):
 
 @scoring(modes=BOTH)
 def einsum_with_norms_of_documents(c, q):
-    """one number a document, spread over its terms by an einsum that only multiplies"""
+    """one number per document, multiplied to all of its terms by an einsum without a sum"""
     norms = torch.linspace(0.5, 1.0, N, device=q.device)
     return torch.einsum("bnl,n->bnl", q[:, c.ids] * c.values, norms).sum(-1)
 
 
 @scoring("no_rewrite", "differ from query to query", modes=BOTH, at="torch.einsum(")
 def einsum_that_multiplies_by_query(c, q):
-    """one number a query, spread over its contributions"""
+    """one number per query, multiplied to all of its contributions"""
     return torch.einsum("bnl,b->bnl", q[:, c.ids] * c.values, q[:, 0]).sum(-1)
 
 
@@ -210,7 +210,7 @@ def eight_bit_weights(c, q):
 
 @scoring()
 def binary_documents(c, q):
-    """bag of words: a mask is all there is"""
+    """bag of words: documents have a mask and no weights"""
     return (q[:, c.ids] * c.mask).sum(-1).topk(K, sorted=False)[0].sort(-1)[0]
 
 
@@ -231,7 +231,7 @@ each(
 
 @scoring(note="padded documents")
 def best_pair_of_query_and_document(c, q):
-    """argmax without an axis counts through all scores"""
+    """argmax without an axis returns a position among all scores"""
     return (q[:, c.ids] * c.values).sum(-1).argmax()
 
 

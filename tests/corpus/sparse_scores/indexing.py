@@ -1,4 +1,4 @@
-"""Indexing with more than ids: rows beside them, single queries, assignments, tensors cleared where they are made."""
+"""Indexing with more than ids: row indices, single queries, assignments, and tensors that are cleared when created."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each(
 
 @scoring("no_rewrite", "the first rows of the queries come twice")
 def rows_repeated_as_a_column(c, q):
-    """arange(2)[:, None].repeat(2, 1) has as many rows as the queries, which are other ones"""
+    """arange(2)[:, None].repeat(2, 1) has as many rows as queries, but selects other queries"""
     twice = torch.cat([q, q[:1]])
     picked = twice[torch.arange(2)[:, None].repeat(2, c.cols.numel()), c.cols] * c.vals
     return torch.zeros(4, N).index_add(1, c.rows, picked)
@@ -68,7 +68,7 @@ def assigned_by_document(c, q):
 
 @scoring(modes=BOTH)
 def einsum_that_only_multiplies(c, q):
-    """the sum is a call of its own"""
+    """the sum is a separate call"""
     return torch.einsum("bnl,nl->bnl", q[:, c.ids], c.values).sum(-1)
 
 
@@ -79,7 +79,7 @@ def emptied_in_the_same_line(c, q):
 
 @scoring()
 def emptied_under_two_names(c, q):
-    """what zero_ returns is written, what it was called on is read"""
+    """the result of fill_ is written to, and the tensor it was called on is read"""
     scores = torch.empty(B, N)
     cleared = scores.fill_(0.0)
     cleared.index_add_(1, c.rows, q[:, c.cols] * c.vals)
@@ -93,7 +93,7 @@ def clamped_postings(c, terms, weights):
     return torch.zeros(B, N).scatter_add(1, docs, (c.post[terms] * weights[..., None]).flatten(1))
 
 
-# One query with a batch axis of its own: the top-k is of the operator all the same.
+# One query with a batch axis: the operator still computes the top-k.
 
 each(
     of(
@@ -119,6 +119,6 @@ def single_query_in_training(c, q):
 
 @scoring()
 def permuted_documents(c, q):
-    """a part of all documents in another order is no view: the ids that are returned are places in it"""
+    """a reordered part of the documents is not a view, so the returned ids are positions in it"""
     order = torch.arange(N).flip(0)
     return (q[:, c.ids] * c.values).sum(-1)[:, order].topk(K)

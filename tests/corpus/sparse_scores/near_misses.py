@@ -16,7 +16,7 @@ def best_term(c, q):
 
 @scoring("maybe", "exact where the ids were stored [L, N]; here they are not, and nothing says so")
 def summed_over_documents(c, q):
-    """which positions carry the batch"""
+    """scores of positions, summed over documents"""
     return (q[:, c.ids] * c.values).sum(1)
 
 
@@ -64,7 +64,7 @@ def mean_contribution(c, q):
 
 
 class LearntDocuments(nn.Module):
-    """Document weights that are trained."""
+    """Documents with trained weights."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ def groups_added_up(c, q):
 
 @scoring("maybe", "each product is added as often as the indices name its place")
 def products_that_the_index_repeats(c, q):
-    """one product a query, for four places of the index"""
+    """one product per query, which the index repeats for four positions"""
     who = torch.arange(B)[:, None].expand(B, 4)
     products, rows = q[:, c.cols[:1]] * c.vals[:1], torch.zeros(B, 1).long()
     return torch.zeros(B, N).index_put((who, rows), products, accumulate=True)
@@ -219,7 +219,7 @@ def products_that_the_index_repeats(c, q):
 
 @scoring("no_rewrite", "differ from query to query", at="picked = picked * picked")
 def powers_of_the_weights(c, q):
-    """squares of squares, which have a million ways up to the query"""
+    """squares of squares, with a million paths back to the query"""
     picked = q[:, c.ids]
     for _ in range(20):
         picked = picked * picked
@@ -235,7 +235,7 @@ def gathered_weights_reused(c, q):
 
 @scoring("no_rewrite", "differ from query to query", at="scatter_add(1, rows")
 def rows_of_each_query(c, q):
-    """every query has candidates of its own"""
+    """every query has different candidates"""
     rows = torch.stack([c.rows.roll(i) for i in range(B)])
     return torch.zeros(B, N).scatter_add(1, rows, q[:, c.cols] * c.vals)
 
@@ -255,7 +255,7 @@ def einsum_with_boosts_of_queries(c, q):
 
 
 class Recommender(nn.Module):
-    """Factors of users and items, and what an item is worth by itself."""
+    """A recommender with factors of users and items, and a bias per item."""
 
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ def factors_of_a_recommender():
 
 @program("no_rewrite", "nothing has a weight", INFER)
 def largest_message():
-    """a graph network that keeps the largest of what the neighbours say"""
+    """a graph network that keeps the largest message of the neighbours"""
     torch.manual_seed(1)
     edges = torch.randint(0, N, (2, 60))
     to = edges[1, :, None].expand(-1, 8)

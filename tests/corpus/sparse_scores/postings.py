@@ -1,4 +1,4 @@
-"""Posting lists: term by term, addressed in pairs, quantised, weighed by BM25."""
+"""Posting lists: term by term, addressed by pairs of indices, quantised, weighted by BM25."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from corpus.sparse_scores.registry import TRAIN, B, Collection, K, N, program, q
 
 @scoring(terms=True, dynamic=True)
 def one_term_after_the_other(c, terms, weights):
-    """a loop over the places of a query's terms, a new accumulator a term, for any number of queries"""
+    """a loop over the positions of terms, with a new accumulator per term, for any number of queries"""
     scores = torch.zeros(terms.size(0), N)
     for t in range(terms.size(1)):
         lists = c.post[terms[:, t]]
@@ -28,7 +28,7 @@ def terms_after_a_look_at_the_scores(c, terms, weights):
 
 @scoring("maybe", "scores of the first term are halved, then come the second's", terms=True)
 def terms_with_a_decay(c, terms, weights):
-    """what the accumulator holds is no sum over lists any more"""
+    """after the decay, the accumulator is not a sum over lists"""
     scores = torch.zeros(B, N)
     for t in range(2):
         scores.mul_(0.5).scatter_add_(1, c.docs[terms[:, t]], c.post[terms[:, t]])
@@ -109,7 +109,7 @@ def best_list_of_a_document(c, terms, weights):
 
 @scoring(terms=True, batch=False)
 def lists_padded_with_minus_one(c, terms, weights):
-    """an index counts from the end, and what is added there is 0"""
+    """an index of -1 counts from the end, where 0 is added"""
     docs = torch.where(c.post > 0, c.docs, -1)
     scores = torch.zeros(N)
     scores.index_put_((docs[terms],), c.post[terms] * weights[:, None], accumulate=True)

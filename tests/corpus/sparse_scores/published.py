@@ -1,6 +1,6 @@
 """Sparse scoring as public repositories write it, and its near misses.
 
-Written anew from the op sequence seen in the named source; nothing is copied. 30 documents, 20 terms, 3 queries.
+The programs follow the operations of the named source; no code is copied. They have 30 documents, 20 terms, 3 queries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def padded_terms() -> tuple[Tensor, Tensor]:
 
 
 class Index(nn.Module):
-    """Postings (indptr, docs, vals), rows (terms, dvals, row) and padded rows (ids, weights) of one matrix."""
+    """A matrix as posting lists (indptr, docs, vals), rows (terms, dvals, row) and padded rows (ids, weights)."""
 
     def __init__(self, score: Callable[..., Any]):
         super().__init__()
@@ -79,7 +79,7 @@ def case(inputs: Callable[[], tuple], **fields: Any) -> Callable[[Callable], Cal
 
 
 def _lists(s: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [Q, T, P] of the posting lists of the terms, and which of them are real."""
+    """Return positions [Q, T, P] in the terms' posting lists, and a mask of those that exist."""
     start, length = s.indptr[ids], s.indptr[ids + 1] - s.indptr[ids]
     at = torch.arange(s.longest, device=ids.device)
     positions = (start.unsqueeze(-1) + at).clamp(max=s.docs.numel() - 1)
@@ -188,7 +188,7 @@ def saturated_inside(s, q):
 
 
 class Biases(nn.Module):
-    """The linear part of a factorization machine: one weight a feature, of which one entry or other is special."""
+    """The linear part of a factorization machine: one weight per feature, with special entries."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def _reused(s: Any, q: Tensor) -> Any:
 
 @program("no_rewrite", "the accumulator is the caller's", INFER, at="s.scores.index_add_(")
 def accumulator_kept_in_a_buffer():
-    """GPU BM25 scorers that allocate their scores once: whoever reads the buffer later wants them in it"""
+    """GPU BM25 scorers that allocate their scores once: later readers of the buffer need them in it"""
     return ReusedBuffer(_reused), one_query()
 
 

@@ -1,4 +1,4 @@
-"""Masks: every way to say which tokens do not count."""
+"""Masks: every way to exclude tokens."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def boolean_assignment(logits, mask):
 
 @head()
 def boolean_assignment_of_every_element(logits, mask):
-    """The mask spread over the vocabulary as numbers, compared, then assigned: max pooling as for dense vectors."""
+    """The mask is expanded over the vocabulary as numbers and compared, then assigned: max pooling of dense vectors."""
     weights = tokens(logits)
     spread = mask.unsqueeze(-1).expand(weights.size()).float()
     weights[spread == 0] = -1e9
@@ -113,7 +113,7 @@ def transposed_before_mask(logits, mask):
 
 @head()
 def cls_dropped_by_slicing(logits, mask):
-    """logits[:, 1:]: [CLS] does not vote."""
+    """logits[:, 1:]: [CLS] is excluded."""
     return (tokens(logits[:, 1:]) * mask[:, 1:].unsqueeze(-1)).max(dim=1).values
 
 
@@ -126,7 +126,7 @@ def vocabulary_bias_forbids(self, h, mask):
 
 @encoder(parts={"idf": lambda: nn.Parameter(torch.linspace(-1.0, 1.0, V))})
 def weights_of_terms_inside_the_logarithm(self, h, mask):
-    """What every term is worth multiplies its activation, not its logarithm."""
+    """A weight per term multiplies the activation, not its logarithm."""
     weights = torch.relu(self.decoder(h)) * mask.unsqueeze(-1) * self.idf.exp()
     return torch.log1p(weights).amax(1)
 
@@ -171,20 +171,20 @@ def mask_by_einsum(logits, mask):
 
 @head(mask_dtype=torch.float32)
 def mask_by_einsum_that_turns(logits, mask):
-    """The mask first, on the logits, the sequence put last on the way."""
+    """The mask is applied first, to the logits, and the einsum moves the sequence to the last axis."""
     return tokens(torch.einsum("b s, b s v -> b v s", mask, logits).max(-1).values)
 
 
 each(
     masked(mask_dtype=torch.float32),
-    # its last axis is a letter of its own
+    # its last axis has a separate letter
     mask_by_einsum_with_an_axis_of_one=lambda w, m: torch.einsum("bsv,bsk->bsv", w, m[..., None]),
     mask_by_einsum_with_ellipsis=lambda w, m: torch.einsum("...v,...->...v", w, m),
 )
 
 
 def _of_lengths(keep):
-    """A mask, expanded to all terms, that `keep(positions, n)` makes of [S] and lengths [B]."""
+    """Return a head with a mask `keep(positions [S], lengths [B])` that is expanded to all terms."""
 
     def pool(self, h, n):
         logits = self.decoder(h)
@@ -209,13 +209,13 @@ each(
     inputs=(hidden, mask, lambda: torch.arange(B * V).view(B, V) % 3 > 0),
 )
 def restricted_to_batch_vocabulary(self, h, mask, allowed):
-    """Scores only the vocabulary that occurs in each document, [B, 1, V]."""
+    """Only terms that occur in each document are scored: a mask [B, 1, V]."""
     weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
     return (weights * allowed[:, None, :]).amax(1)
 
 
 def _states_with(value):
-    """Hidden states whose padded positions hold what an uninitialised buffer may hold."""
+    """Return hidden states with `value` at a padded position, as in an uninitialised buffer."""
     h = hidden().detach()
     h[1, 5, 3] = value
     return h.requires_grad_()
@@ -243,7 +243,7 @@ def infinity_under_a_mask_first(self, h, mask):
 
 @encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
 def nan_without_a_mask(self, h):
-    """A poisoned token: relu and max propagate NaN, clamp too."""
+    """A token has a NaN: clamp, relu and max propagate it."""
     return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
 
 
@@ -262,7 +262,7 @@ def broadcast_mask_through_a_flatten(logits, mask):
 
 @head()
 def broadcast_mask_in_front_of_other_sequences(logits, mask):
-    """One mask for the batch, applied before its tokens are put together to other sequences."""
+    """One mask for the batch, applied before its tokens are regrouped into other sequences."""
     weights = (tokens(logits) * mask[:1].unsqueeze(-1)).flatten(0, 1)
     return weights.unflatten(0, (mask.shape[1], -1)).amax(dim=1)
 

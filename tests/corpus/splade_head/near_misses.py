@@ -1,4 +1,4 @@
-"""Programs that look like a SPLADE head and are not one, and functions a max may not overtake."""
+"""Programs that look like a SPLADE head and are not one, and functions that do not commute with a maximum."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def token_saliency_too(logits, mask):
     at="torch.sigmoid(self.gate(h))",
 )
 def learned_gate(self, h, mask):
-    """A second projection gates every logit, or one of a number each token."""
+    """A second projection gates every logit, or has one gate per token."""
     weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
@@ -201,7 +201,7 @@ def mean_of_top_two(logits, mask):
 
 @head("only the positions", INFER, at=".argmax(dim=1)")
 def argmax_positions(logits, mask):
-    """Which token is best for each term."""
+    """The best token for each term is returned."""
     return logits.masked_fill(mask.unsqueeze(-1) == 0, -1e4).argmax(dim=1)
 
 
@@ -364,7 +364,7 @@ def masked_token_not_zero(logits, mask):
     at=".scatter(",
 )
 def weights_of_own_terms(self, h, terms):
-    """BGE-M3: one weight a token, put into a row of the vocabulary a token, then the maximum."""
+    """BGE-M3: one weight per token, scattered into a row of the vocabulary per token, then the maximum."""
     weights = torch.relu(self.weigh(h))
     rows = weights.new_zeros(*terms.shape, V).scatter(-1, terms.unsqueeze(-1), weights)
     return rows.max(dim=1).values
@@ -384,7 +384,7 @@ def learned_scale_of_activations(self, h, mask):
 
 @miss("a per-token operand", TRAIN, parts={"importance": lambda: nn.Linear(D, 1)}, at="* matters)")
 def learned_importance_of_tokens(self, h, mask):
-    """EPIC: how much a token matters comes from a linear of its own."""
+    """EPIC: a separate linear layer computes the importance of a token."""
     matters = torch.log1p(F.softplus(self.importance(h)))
     return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
 
@@ -403,7 +403,7 @@ def logits_less_their_logsumexp(self, h, mask):
 
 @head("only the positions", at="weights.argmax(")
 def other_weights_where_largest(logits, mask):
-    """gathered from what is not what the positions are of"""
+    """weights are gathered at the positions of another tensor's maxima"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return (2 - weights).gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
 
@@ -446,7 +446,7 @@ def importance_written_to(logits, mask):
 
 @head("neither is a weight", modes=INFER, at="torch.bmm(")
 def weight_written_after_it_was_repeated(logits, mask):
-    """What is multiplied is a copy."""
+    """The product uses a copy of the weight from before the write."""
     turned = torch.linspace(-1, 1, V * V).view(V, V)
     repeated = turned.repeat(B, 1, 1)
     turned.zero_()
@@ -470,7 +470,7 @@ def maximum_of_some_tokens(logits, mask):
 
 @head("maximum is also returned", modes=INFER, at="before = functools.reduce(")
 def best_so_far(logits, mask):
-    """early exit: what all but the last token say"""
+    """early exit: the result without the last token"""
     first, *rest = (tokens(logits) * mask.unsqueeze(-1)).unbind(1)
     before = functools.reduce(torch.maximum, rest[:-1], first)
     return torch.maximum(before, rest[-1]), before
@@ -478,7 +478,7 @@ def best_so_far(logits, mask):
 
 @head("stack after the linear", modes=INFER, at="torch.stack(")
 def stacked_backwards(logits, mask):
-    """the position that is found is another's"""
+    """the position is that of another token"""
     weights = tokens(logits) * mask.unsqueeze(-1)
     return torch.stack(weights.unbind(1)[::-1]).max(0)
 
@@ -500,7 +500,7 @@ def einsum_that_adds_up(logits, mask):
     at="torch.stack(",
 )
 def heads_stacked(self, h, mask):
-    """Two vocabularies' worth of weights, the larger of each term."""
+    """Weights of two heads over the vocabulary, and the larger one of each term."""
     logits = torch.stack([self.decoder(h), self.other(h)])
     return (tokens(logits) * mask.unsqueeze(-1)).amax((0, 2))
 
@@ -561,7 +561,7 @@ def written_out_log_sum_exp(logits, mask):
 
 @miss("distances of pairs, no terms")
 def hardest_pairs(self, h, mask):
-    """a triplet loss of the furthest of what is alike and the nearest of what is not"""
+    """a triplet loss of the furthest similar pair and the nearest dissimilar pair"""
     vectors = self.decoder(h[:, 0])
     distances, alike = torch.cdist(vectors, vectors), torch.eye(B) > 0
     furthest = torch.where(alike, distances, -1e9).amax(1)

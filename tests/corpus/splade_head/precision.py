@@ -91,7 +91,7 @@ def autocast_off_for_the_head(self, h, mask):
     parts={"bias": lambda: torch.nn.Parameter(torch.linspace(-0.5, 0.5, V) / 3)},
 )
 def bias_added_in_fp32(self, h, mask):
-    """A tied decoder and a bias of its own, as older BERTs have: autocast leaves the sum alone, which is fp32."""
+    """A tied decoder with a separate bias, as in older BERTs: autocast does not cast the sum, which is fp32."""
     logits = self.decoder(h) + self.bias
     return torch.relu((logits + (1 - mask[..., None]) * -1e4).amax(dim=1))
 

@@ -43,7 +43,7 @@ def vocabulary_first(h, mask, w, b):
 
 @formula()
 def vocabulary_first_flattened(h, mask, w, b):
-    """einsum("vd,bsd->vbs"): values [V, B] that lie as they are written, which view counts on."""
+    """einsum("vd,bsd->vbs"): the values are contiguous [V, B], which view requires."""
     logits = torch.einsum("vd,bsd->vbs", w, h) + b[:, None, None]
     values, positions = (tokens(logits) * mask).max(-1)
     return values.view(-1), positions.view(-1)
@@ -241,7 +241,7 @@ fields = hidden, lambda: hidden().detach().flip(0).requires_grad_()
 @encoder(inputs=fields)
 @encoder(inputs=fields, dynamic=True, prefix="dynamic_")
 def fields_stacked(self, title, body):
-    """The largest weight of a term in any field of a document."""
+    """The result is the largest weight of a term in any field of a document."""
     logits = torch.stack([self.decoder(title), self.decoder(body)])
     return tokens(logits).amax((0, 2))
 

@@ -1,4 +1,4 @@
-"""SPLADE heads as public repositories write them, each with its source; the op sequence is written anew."""
+"""SPLADE heads as public repositories write them, each with its source; only the operations are reproduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activation, what it is chosen by, and the max over the sequence, in the idioms of several schools."""
+"""Spellings of the activation, of its conditions, and of the maximum over the sequence."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ each(
     # A leading head dimension that the pooling carries along, as in multi-head code.
     unsqueeze_before=lambda w: w.unsqueeze(1).max(dim=2).values.squeeze(1),
     sorted_first=lambda w: torch.sort(w, dim=1, descending=True).values[:, 0],
-    # a quantile's way of taking the maximum
+    # the maximum by a quantile
     last_of_a_sort=lambda w: torch.sort(w, dim=1).values[:, -1],
-    # back where they were
+    # moved back to the original positions
     stack_of_unbound=lambda w: torch.stack(w.unbind(1), dim=1).amax(1),
     gathered_where_largest=lambda w: w.gather(1, w.argmax(dim=1, keepdim=True)).squeeze(1),
 )
@@ -82,7 +82,7 @@ def tokens_taken_by_a_vector(logits, mask):
 
 @head()
 def shape_readers(logits, mask):
-    """Reads the logits' shape, dtype and device, not their values."""
+    """The program reads the logits' shape, dtype and device, but not their values."""
     assert logits.dim() == 3
     batch, length, vocabulary = logits.shape
     keep = mask.view(batch, length, 1).to(device=logits.device, dtype=logits.dtype)
@@ -228,7 +228,7 @@ def weights_assigned_by_their_logits(logits, mask):
 
 @head()
 def one_condition_for_all(logits, mask):
-    """positive and no padding, once"""
+    """one condition: positive and not padding"""
     keep = torch.logical_and(logits > 0, mask.unsqueeze(-1) == 1)
     return torch.where(keep, torch.log1p(logits), 0.0).amax(1)
 
@@ -257,19 +257,19 @@ def square_root_of_the_positive(logits, mask):
 
 @head("no_rewrite", "fills in 9", at="torch.where(")
 def filled_with_more(logits, mask):
-    """what is not confident weighs 9"""
+    """logits that are not confident get a weight of 9"""
     return (torch.where(logits > 0.4, tokens(logits), 9.0) * mask.unsqueeze(-1)).amax(1)
 
 
 @head("no_rewrite", "keeps the small values", at="torch.where(")
 def small_logits_alone(logits, mask):
-    """the contrary of a threshold"""
+    """the opposite of a threshold"""
     return (torch.where(logits < 0.4, tokens(logits), 0.0) * mask.unsqueeze(-1)).amax(1)
 
 
 @head("no_rewrite", "(or_) differs by token and by output", at="torch.where(")
 def either_condition(logits, mask):
-    """or where and is meant"""
+    """`or` instead of `and`"""
     keep = (logits > 0.4) | mask.bool().unsqueeze(-1)
     return torch.where(keep, tokens(logits), 0.0).amax(1)
 
@@ -290,7 +290,7 @@ def compared_after_a_write(logits, mask):
 
 @head("maybe", "the mask is emptied once it is in the condition")
 def mask_emptied_between(logits, mask):
-    """what the condition has read is not there any more"""
+    """the mask was overwritten after the condition read it"""
     real = mask.bool().unsqueeze(-1)
     keep = (logits > 0.2) & real
     real.zero_()
