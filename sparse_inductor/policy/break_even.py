@@ -22,9 +22,10 @@ from .worth import Worth
 class Row:
     """One measurement.
 
-    where: a compute capability such as "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active elements
-    below which the operator is faster; 1 if it is faster for all data, 0 if it never is. least, most: inclusive bounds
-    of the sizes for which the row holds. apart: `below` with popular neurons computed separately; 0 without them.
+    where: a compute capability such as "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active
+    elements below which the operator is faster; 1 if it is faster for all data, 0 if it never is. least, most:
+    inclusive bounds of the sizes for which the row holds. apart: `below` with popular neurons computed separately; 0
+    without them.
     """
 
     operator: str
