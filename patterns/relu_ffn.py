@@ -173,7 +173,8 @@ class BlockMatch:
         down = self.reading.down
         axis = down.d_dim
         values = e.call(operator.getitem, op, 1)
-        # The operator returns statistics in the axis order of its input. The program's have that of the activation.
+        # The operator returns statistics in the axis order of its input, without D. The program's have the order of the
+        # activation, without the axis of the neurons.
         order = rest if down.order is None else [down.order[d] for d in rest]
         axes = [a for a in range(len(order) + 1) if a != axis]
         for s in self.others.statistics:

@@ -1,9 +1,9 @@
 """Tensors that an operator saves for its backward and that the program writes to afterwards.
 
-Autograd raises in a backward if a saved tensor was written to. An operator may save other tensors than the operations
-that it replaces, so those that are written to afterwards are copied for it. Inductor drops such a copy, but only after
-AOTAutograd has made the write functional. The caller may also write to a tensor that the graph returns. That one needs
-a copy that no pass removes.
+Autograd raises in a backward if a saved tensor was written to. An operator may save more tensors than the operations
+that it replaces, or others, so those that are written to afterwards are copied for it. Inductor drops such a copy, but
+only after AOTAutograd has made the write functional. The caller may also write to a tensor that the graph returns. That
+one needs a copy that no pass removes.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class _Written:
 
 
 def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the tensors that products among the nodes save: each factor whose other factor needs a gradient. Of a
-    non-contiguous factor they save a copy."""
+    """Yield the tensors that products among the nodes save: each contiguous factor whose other factor needs a gradient.
+    Of a non-contiguous factor they save a copy, which is not yielded."""
     for node in nodes:
         product, call = contraction(view, node), view.call(node)
         if product is not None:

@@ -103,7 +103,7 @@ class Transform:
 
     @property
     def bytes_saved(self) -> int | None:
-        """The bytes that a training step saves in addition to the probabilities: none for a call of the package, else
+        """The bytes that a training step keeps in addition to the probabilities: none for a call of the package, else
         the sorted scores, their sums and other intermediates of the formula, counted as one tensor each."""
         if not self.view.needs_grad(self.source):
             return 0

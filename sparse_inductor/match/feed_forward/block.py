@@ -42,9 +42,8 @@ RECTIFIER_CALLS = frozenset(
         *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
     )
 )
-SIGNS = (
-    RECTIFIERS | RECTIFIER_CALLS
-)  # every block, and everything that resembles one, contains one of these
+# Every block, and everything that resembles one, contains one of these.
+SIGNS = RECTIFIERS | RECTIFIER_CALLS
 
 
 class Factor(NamedTuple):
