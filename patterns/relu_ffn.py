@@ -224,7 +224,11 @@ class ReluFfn(Recogniser):
         try:
             return first_match(lambda down: self._block(node, view, down), found)
         except NoMatch as reason:
-            return reason.miss(node) if resembles(view, found[0].source, node) else None
+            # What multiplies two rectified tensors scores the one by the other.
+            rectified = [
+                resembles(view, t, node) for t in (found[0].source, found[0].weight_source)
+            ]
+            return reason.miss(node) if rectified == [True, False] else None
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
         if down.d_axes > 1:

@@ -184,7 +184,8 @@ def _check_gradient(
             why = "is made of, and autograd may compute that once more afterwards"
             raise NoMatch(f"{label(by)} writes to an input that {label(source)} {why}", by)
         for by in view.effects.writers_to(source):
-            if compat.is_higher_order(by.target):  # AOTAutograd recomputes a checkpoint
+            # AOTAutograd recomputes a checkpoint.
+            if by not in inside and compat.is_higher_order(by.target):
                 why = f"writes to {label(source)}, and may again before the gradient reads it"
                 raise NoMatch(f"the body of {label(by)} {why}", by)
         if view.in_inference_mode(source):
