@@ -289,7 +289,7 @@ def _others() -> float:
 
 
 def peak_memory(work: Work, device: torch.device) -> Memory:
-    """Measure the peak memory of one call, after two warm-up calls. On a CPU, call it in a fresh process (`isolated`)."""
+    """Measure the peak memory of one call, after two warm-up calls. On a CPU this needs a fresh process: `isolated`."""
     for _ in range(2):
         work()
     meter = PeakMeter(device)
@@ -392,7 +392,7 @@ def ceilings(device: torch.device, quick: bool = False) -> Ceilings:
 
 _MARK = "@result "
 
-# Environment of a child process. glibc then returns freed blocks to the system at once, so that the resident size equals
+# Environment of a child process. glibc then returns freed blocks to the system at once, so that the resident size is
 # the memory in use. The threshold is below the size of any tensor that matters.
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
 
