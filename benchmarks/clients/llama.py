@@ -23,7 +23,7 @@ PATTERN = "relu_ffn"
 CONSTANT = 4.0
 # The number of possible subjects of a text; each has a part of the vocabulary.
 SUBJECTS = 64
-# The number of a text's most often active neurons that measure how many active neurons its tokens share.
+# The number of a text's most often active neurons, among which the active neurons of its tokens are counted.
 SHARED = 512
 
 

@@ -251,7 +251,7 @@ def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
 
 
 def _longest_step(module: nn.Module, call: Callable[[], float]) -> float:
-    """Return the seconds by which the longest step exceeds the median, over the steps after all neurons are inactive."""
+    """Make all neurons inactive, and return the seconds by which the longest step exceeds the median after that."""
     from sparse_inductor.policy.profile import LOOKS
 
     first, second = LOOKS[:2]

@@ -33,7 +33,7 @@ from benchmarks.publish import Cell
 
 from . import entmax, entmax_masks, relu_ffn, splade_head
 
-DECIDED = 40  # calls before timing; the policy decides at the 4th and the 32nd
+DECIDED = 40  # calls before timing; the policy reads its counters at the 4th and the 32nd
 LOSS = 0.97  # a cell below this is measured again, and the second result counts
 INPUTS = 16  # the number of inputs that a feed-forward block gets in turn
 SPREAD = 0.8  # standard deviation of a neuron's threshold, over that of a gate
@@ -205,7 +205,7 @@ def _feed_forward(bench: Bench, name: str, K: int, N: int, training: bool) -> No
 
 
 class _Residual(nn.Module):
-    """Llama's layer, with or without attention. The feed-forward block leaves the first feature of the stream as it is."""
+    """Llama's layer, with or without attention. The feed-forward block adds 0 to the first feature of the stream."""
 
     def __init__(self, bench: Bench, K: int, N: int, share: float, heads: int = 0) -> None:
         super().__init__()
