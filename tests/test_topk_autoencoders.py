@@ -89,6 +89,15 @@ def times_a_constant_for_each_neuron(s, x):
     return f * torch.full((32,), 0.5) @ s.W_dec
 
 
+def times_norms_and_written_to(s, x):
+    """Of the products that fold the norms into them, the weight and the bias are saved; the program saves neither."""
+    weight, bias = s.W_enc * 1, s.b_enc * 1
+    values, indices = ((x @ weight + bias) * s.W_dec.norm(dim=-1)).topk(4)
+    weight.zero_()
+    bias[:4] = 1
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+
+
 def to_something_else(s, x):
     """A transcoder with a skip connection."""
     values, indices = (x @ s.W_enc + s.b_enc).topk(4)
@@ -113,6 +122,7 @@ def test_one_that_runs_as_written_is_no_near_miss_of_a_feed_forward_block(policy
         by_decoder_norms,
         divided_by_decoder_norms,
         times_a_constant_for_each_neuron,
+        times_norms_and_written_to,
         *map(heavy, (rectified_first, tied, unit_rows, to_something_else)),
     ],
 )

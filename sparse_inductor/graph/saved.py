@@ -28,15 +28,15 @@ SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attenti
 
 @contextlib.contextmanager
 def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[None]:
-    """In the block, `nodes` of the graph are replaced by an operator. What it saves, and somebody writes to after them,
-    is copied: inputs in front of the operator, its result behind it."""
+    """In the block, `nodes` of the graph are replaced by an operator. What it saves, or a product that makes its
+    operands, and somebody writes to after them, is copied: inputs in front of the operator, its result behind it."""
     present = set(view.graph.nodes)
     written = _Written(view, nodes)
     yield
     new = [n for n in view.graph.nodes if n not in present]
-    # operators of ours that autograd records
-    ops = [n for n in new if is_operator(n) and any(t.requires_grad for t in tensors_in(fake(n)))]
-    for op in ops:
+    recorded = [n for n in new if any(t.requires_grad for t in tensors_in(fake(n)))]
+    ops = [n for n in recorded if is_operator(n)]
+    for op in (n for n in recorded if is_operator(n) or view.name_of(n) in ("mul", "div")):
         for node in op.all_input_nodes:
             if written.later(node):
                 with view.graph.inserting_before(op):
