@@ -52,7 +52,8 @@ def check_operands(node: fx.Node, *tensors: fx.Node) -> None:
 
 def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, learnt: bool) -> None:
     """Raises NoMatch where one of the nodes up to `end` is in another grad mode, or (with `learnt`) passes no gradient
-    on to what the operator has one for."""
+    on to what the operator has one for. Where nothing is recorded at `end`, nothing passes one on."""
+    learnt = learnt and view.records(end)
     for n in nodes:
         whole = n if view.is_tensor(n) else n.args[0]  # an assignment is no tensor
         if view.records(n) != view.records(end):
