@@ -91,10 +91,11 @@ def bounds(size: Any) -> tuple[int | float, int | float]:
 
 
 def expected(size: Any) -> int:
-    """The number a size had when the graph was captured; 1 where it had none yet."""
+    """The number a size had when the graph was captured; 1 where it had none yet, or several (of a nested tensor)."""
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    known = size.node.has_hint() and not isinstance(size.node.hint, torch.SymInt)
+    return int(size.node.hint) if known else 1
 
 
 def expected_elements(sizes: Iterable[Any]) -> int:
