@@ -249,8 +249,8 @@ class Capture:
             yield
 
     def left_alone(self, reasons: Mapping[str, int]) -> None:
-        """Record the first reason why Dynamo left a frame to Python; later reasons are its consequences. The location is
-        unknown, because no graph has it."""
+        """Record the first reason why Dynamo left a frame to Python; later reasons are its consequences. The location
+        is unknown, because no graph has it."""
         if not self._breaks:
             self._breaks += [GraphBreak("?", reason) for reason in [*reasons][:1]]
 

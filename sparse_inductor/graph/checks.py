@@ -52,7 +52,8 @@ def check_operands(node: fx.Node, *tensors: fx.Node) -> None:
 
 def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, learnt: bool) -> None:
     """Raises NoMatch where one of the nodes up to `end` runs in another grad mode, or (with `learnt`) passes on no
-    gradient although the operator would."""
+    gradient although the operator would. If nothing is recorded at `end`, `learnt` has no effect."""
+    learnt = learnt and view.records(end)
     for n in nodes:
         whole = n if view.is_tensor(n) else n.args[0]  # an assignment has no result
         if view.records(n) != view.records(end):

@@ -29,15 +29,16 @@ SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attenti
 
 @contextlib.contextmanager
 def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[None]:
-    """Copy the tensors that an operator saves and that are written to later. The block replaces `nodes` of the graph by
-    the operator. Inputs are copied before the operator, and its result after it."""
+    """Copy the tensors that are written to after an operator has saved them. The block replaces `nodes` of the graph by
+    the operator and products that compute its operands, which save tensors as well. Inputs are copied before the
+    operator or product, the operator's result after it."""
     present = set(view.graph.nodes)
     written = _Written(view, nodes)
     yield
     new = [n for n in view.graph.nodes if n not in present]
-    # operators of this package that autograd records
-    ops = [n for n in new if is_operator(n) and any(t.requires_grad for t in tensors_in(fake(n)))]
-    for op in ops:
+    recorded = [n for n in new if any(t.requires_grad for t in tensors_in(fake(n)))]
+    ops = [n for n in recorded if is_operator(n)]
+    for op in (n for n in recorded if is_operator(n) or view.name_of(n) in ("mul", "div")):
         for node in op.all_input_nodes:
             if written.later(node):
                 with view.graph.inserting_before(op):
