@@ -1,4 +1,4 @@
-"""`python -m benchmarks FAMILY`: measure a family of rewrites on this machine and publish what came out."""
+"""`python -m benchmarks FAMILY`: measure a family of rewrites on this machine and publish the results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HERE = Path(__file__).resolve().parent
 
 
 def families() -> list[str]:
-    """The names of the families that can be measured."""
+    """Return the names of the families that can be measured."""
     found = pkgutil.iter_modules([str(HERE / "families")])
     return sorted(m.name for m in found if not m.name.startswith("_"))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
     add("family", choices=families(), help="what to measure")
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     options = parse(argv)
     print(f"measuring {options.family}; the first figures take a minute", flush=True)
     import torch
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str] | None) -> str:
-    """The command as typed, less the folder: that is nobody's business but the user's."""
+    """Return the command as typed, without the output folder, which would reveal a private path."""
     words = list(sys.argv[1:] if argv is None else argv)
     kept = []
     for at, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""What every family's benchmark does with its work: race it, weigh it, judge it, write it down."""
+"""The harness of all families: times contenders, measures their memory, judges the figures and records the results."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory,
 from .publish import Cell, Point, Results, Row, Sample, write
 
 Label = tuple[str, str]
-"""(case, contender): "B8 S256, forward", "ours"."""
+"""A pair (case, contender), such as ("B8 S256, forward", "ours")."""
 Limits = tuple[float | None, float | None]
-"""A floor and a goal."""
+"""The floor and the goal of a figure; each is None if it is not set."""
 NONE: Limits = (None, None)
 FORWARD, TRAINING, INFERENCE = "forward", "forward + backward", "inference"
-"""What is called; the first is that of a training step: what the backward needs is kept."""
+"""The kinds of calls. FORWARD is the forward of a training step, which saves tensors for the backward."""
 
 
 class NotRewritten(RuntimeError):
-    """The benchmark would have compared the unrewritten program with itself."""
+    """Raised when a contender was not rewritten as expected, so that the comparison would be meaningless."""
 
 
 @dataclasses.dataclass
 class Bench:
-    """One run on one device."""
+    """One benchmark run on one device."""
 
     device: torch.device
     results: Results
@@ -45,16 +45,16 @@ class Bench:
     quick: bool = False
     sweep: bool = True
     budget: float = float("inf")
-    """Seconds after which comparisons of the sweeps are left out, and said to be."""
+    """Seconds after which optional measurements, such as sweeps, are skipped; see `late`."""
     started: float = dataclasses.field(default_factory=time.monotonic)
     failed: list[str] = dataclasses.field(default_factory=list)
     only: frozenset[str] = frozenset()
-    """The parts that are run; none: all."""
+    """The parts to run; an empty set means all parts."""
     part: str = ""
-    """The one that is running."""
+    """The name of the running part."""
     ran: set[str] = dataclasses.field(default_factory=set)
     planning: bool = False
-    """Whether nothing is measured or written: `ran` then tells which parts would be."""
+    """If true, nothing is measured or written, and `ran` collects the parts that a real run would measure."""
     limits: Ceilings = dataclasses.field(default_factory=lambda: Ceilings(1.0, 1.0))
 
     @property
@@ -62,11 +62,11 @@ class Bench:
         return self.device.type == "cuda"
 
     def say(self, text: str) -> None:
-        """Progress, with the seconds since the start."""
+        """Print progress, with the seconds since the start."""
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
     def section(self, part: Callable[..., None], *args: Any) -> None:
-        """Run one part; where it fails the others still count, and the page and the exit status say so."""
+        """Run one part. If it fails, the other parts still count; the page and the exit status report the failure."""
         self.part = part.__name__.strip("_")
         if self.only and self.part not in self.only:
             return
@@ -86,21 +86,21 @@ class Bench:
             torch.cuda.empty_cache()
 
     def sections(self, parts: Iterable[Section]) -> None:
-        """Run these, and write what is known after each: whatever happens to the others, it is there."""
+        """Run the parts, and write the results after each, so that a later failure cannot lose them."""
         for part in parts:
             self.section(part, self)
             self.save()
 
     def late(self) -> bool:
-        """Whether the time is used up."""
+        """Whether the time budget is used up."""
         return time.monotonic() - self.started > self.budget
 
     def save(self) -> list[Path]:
-        """Write what is known so far."""
+        """Write the results so far; return the paths of the files."""
         return [] if self.planning else write(self.results, self.out)
 
     def measure_limits(self) -> None:
-        """The machine's own rates, each alone."""
+        """Measure the machine's rates of a matrix product and of a copy, each alone."""
         self.limits = ceilings(self.device, self.quick)
         what = "bf16 8192 cubed" if self.cuda else "fp32 2048 cubed"
         self.note(
@@ -119,14 +119,17 @@ class Bench:
             )
 
     def note(self, text: str) -> None:
-        """A sentence for the page, and for whoever watches."""
+        """Add a sentence to the page and print it."""
         self.results.text.append(text)
         self.say(text)
 
     def race(
         self, works: Mapping[Label, Work], seconds: float | None = None, weigh: bool = True
     ) -> dict[Label, Timing]:
-        """Time all of these in turn, tiny sizes briefly; write each down, and on a GPU its peak memory (`weigh`)."""
+        """Time the contenders in turn (briefly with `quick`) and record the timings.
+
+        With `weigh`, also record the peak memory of each contender on a GPU.
+        """
         usual = 2.5 if self.cuda else 10.0
         how = (0.2, (2, 3)) if self.quick else (seconds or usual, (5, 40))
         found = race(works, self.device, *how)
@@ -136,7 +139,7 @@ class Bench:
         return found
 
     def sample(self, case: str, name: str, timing: Timing, memory: Memory | None = None) -> None:
-        """Write one line of the side-by-side table down."""
+        """Record one line of the side-by-side table."""
         peak, scratch = (memory.peak, memory.scratch) if memory else (None, None)
         disturbance = "with host time" if self.cuda else "other programs were running"
         note = disturbance if timing.disturbed else ""
@@ -149,12 +152,12 @@ class Bench:
         self.say(f"{case}: {name} {timing.ms:.4g} ms{after}{weight}{said}")
 
     def left_out(self, case: str, name: str, why: str) -> None:
-        """Write down that a contender was not measured."""
+        """Record that a contender was not measured."""
         self.results.samples.append(Sample(case, name, note=why, section=self.part))
         self.say(f"{case}: {name} {why}")
 
     def found(self, case: str, name: str) -> Sample | None:
-        """What was measured before."""
+        """Return the recorded measurement of a contender, or None."""
         samples = self.results.samples
         return next((s for s in samples if (s.case, s.contender) == (case, name)), None)
 
@@ -168,7 +171,7 @@ class Bench:
         higher: bool = False,
         note: str = "",
     ) -> None:
-        """Write one line of the table of floors and goals down; tiny sizes are not judged."""
+        """Record one line of the table of floors and goals. Tiny sizes (`quick`) are not judged."""
         if self.quick:
             floor = goal = None
         self.results.rows.append(Row(name, value, unit, floor, goal, higher, note, self.part))
@@ -182,7 +185,7 @@ class Bench:
         higher: bool = False,
         remark: str = "",
     ) -> None:
-        """Write down how many times as long `a` takes as `b`."""
+        """Record the time of `a` over the time of `b`."""
         self.row(name, ratio(a, b), "x", *limits, higher, both(a, b) + remark)
 
     def over(
@@ -195,7 +198,10 @@ class Bench:
         what: str = "",
         remark: str = "",
     ) -> None:
-        """The same of two contenders of a case, one of them ours, which is to take less. what: another name for it."""
+        """Record the time of contender `a` over the time of contender `b`, for one case.
+
+        One of the two is "ours", which should take less time. what: a description to use instead of "a over b".
+        """
         first, second = (taken.get((case, name)) for name in (a, b))
         name = f"{case}: time, {what or f'{a} over {b}'}"
         self.compare(name, first, second, limits, a != "ours", remark)
@@ -209,7 +215,7 @@ class Bench:
         seconds: float,
         weigh: bool = True,
     ) -> Point:
-        """A contender at one place of a curve, where there is time left; `make` makes what is called."""
+        """Measure a contender at one place of a sweep, if there is time left. `make` returns the work to measure."""
         if self.late():
             return Point(axis, at, name, None, None, "not measured: out of time")
         torch._dynamo.reset()
@@ -221,11 +227,11 @@ class Bench:
         return Point(axis, at, name, ms, peak)
 
     def point(self, point: Point) -> None:
-        """Write down one place of a curve."""
+        """Record one place of a sweep."""
         self.results.points.append(dataclasses.replace(point, section=self.part))
 
     def cell(self, cell: Cell) -> None:
-        """Write down one place of a map."""
+        """Record one place of a map."""
         self.results.cells.append(dataclasses.replace(cell, section=self.part))
         more = "" if cell.gpu is None else f", GPU {cell.gpu:.3f}, host {cell.host:.2f}"
         self.say(
@@ -235,11 +241,11 @@ class Bench:
 
 
 Section = Callable[[Bench], None]
-"""A part of a family."""
+"""A part of a family, as a function of the bench."""
 
 
 def part(name: str, run: Callable[..., None], *args: Any, **how: Any) -> Section:
-    """The part of this name: `run`, given these after the bench."""
+    """Return a part with this name, which calls `run` with the bench and the given arguments."""
 
     def section(bench: Bench) -> None:
         run(bench, *args, **how)
@@ -249,12 +255,12 @@ def part(name: str, run: Callable[..., None], *args: Any, **how: Any) -> Section
 
 
 def both(a: Timing | None, b: Timing | None) -> str:
-    """Two times as a remark on their ratio."""
+    """Format two times as a remark on their ratio."""
     return f"{a.ms:.4g} ms / {b.ms:.4g} ms" if a and b else ""
 
 
 def ratio(a: Timing | None, b: Timing | None) -> float | None:
-    """How many times as long `a` takes as `b`."""
+    """Return the time of `a` over the time of `b`, or None if either is missing."""
     return a.ms / b.ms if a and b else None
 
 
@@ -268,8 +274,11 @@ def call(
     wanted: Sequence[Tensor] = (),
     grad: Tensor | Sequence[Tensor] | None = None,
 ) -> Work:
-    """A call of the program. In training it returns the gradients of `wanted` behind the results, whose own gradient is
-    `grad`; without one, it is drawn."""
+    """Return a call of the program.
+
+    In training, the call returns the results followed by the gradients of `wanted`. `grad` is the gradient of the
+    results; if it is None, a random one is drawn at the first call.
+    """
 
     def inference() -> Any:
         with torch.no_grad():
@@ -290,31 +299,31 @@ def call(
 
 
 class Case:
-    """A module with what it is called with: `inputs`, and in training `wanted` and `grad`, as `call` takes them."""
+    """A module and the arguments of `call` for it: `inputs`, and for training `wanted` and `grad`."""
 
     pattern: str
-    """What rewrites it."""
+    """The pattern that rewrites the module."""
     label: str
-    """For the tables."""
+    """The name of the case in the tables."""
     module: nn.Module
     inputs: Sequence[Tensor]
     wanted: Sequence[Tensor]
     grad: Tensor
 
     def contender(self, name: str) -> Callable[..., Any]:
-        """One way of computing it; nothing is compiled before its first call."""
+        """Return one way of computing the case. Nothing is compiled before its first call."""
         if name == "compile":
             return compiled(self.module)
         return rewritten(self.module, self.pattern) if name == "ours" else self.module
 
     def work(self, kind: str, run: Callable[..., Any]) -> Work:
-        """A call of a contender."""
+        """Return a call of a contender."""
         return call(run, self.inputs, kind, self.wanted, self.grad)
 
     def works(
         self, kinds: Sequence[str], names: Sequence[str], remark: str = ""
     ) -> dict[Label, Work]:
-        """What `Bench.race` takes: each kind of call by each contender."""
+        """Return the works for `Bench.race`: each kind of call by each contender."""
         runs = {name: self.contender(name) for name in names}
         return {
             (f"{self.label}{remark}, {kind}", name): self.work(kind, runs[name])
@@ -326,7 +335,10 @@ class Case:
 def step(
     family: str, sizes: Sequence[Any], name: str, kind: str, seconds: float = 0.0
 ) -> dict[str, Any]:
-    """Median time (if `seconds`) and peak memory of one contender of a family's case on the CPU, for `isolated`."""
+    """Measure one contender of a family's case on the CPU: peak memory and, if `seconds` is not 0, the median time.
+
+    This function is meant to be run by `isolated`.
+    """
     module, device = importlib.import_module(f"benchmarks.families.{family}"), torch.device("cpu")
     case = module.Case(module.Shape(*sizes), device)
     work = case.work(kind, case.contender(name))
@@ -339,14 +351,15 @@ def step(
 
 
 def compiled(module: nn.Module, **how: Any) -> Callable[..., Any]:
-    """The module under torch.compile, unrewritten; how: more of torch.compile's arguments."""
+    """Compile the module without rewrites. how: further arguments of torch.compile."""
     return torch.compile(twin(module), dynamic=False, **how)
 
 
 def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]:
-    """The module under torch.compile with `pattern` enabled; raises NotRewritten where nothing was.
+    """Compile the module with `pattern` enabled.
 
-    The rewriting is on during the first call in each grad mode, which is when it is compiled.
+    The pattern is enabled only during the first call in each grad mode, which compiles the module. That call raises
+    NotRewritten if nothing was rewritten.
     """
     program = torch.compile(twin(module), dynamic=False, **how)
     seen: set[bool] = set()
@@ -367,7 +380,7 @@ def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """The same parameters in a class with code of its own: Dynamo shares what it compiled for a code object."""
+    """Return a module with the same parameters but a separate code object, because Dynamo caches by code object."""
     kind = type(module)
     own: Any = type(kind.__name__, (kind,), {"forward": fresh(kind.forward)})
     made: nn.Module = own.__new__(own)
@@ -376,12 +389,12 @@ def twin(module: nn.Module) -> nn.Module:
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with code of its own."""
+    """Return a copy of the function with a separate code object."""
     return private_copy(function, lambda module, memo: module)[0]
 
 
 def graphed(work: Work) -> Work:
-    """The work as one CUDA graph: what the host costs is not what is measured."""
+    """Capture the work in a CUDA graph and return its replay, so that host time is not measured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -393,7 +406,7 @@ def graphed(work: Work) -> Work:
         work()
 
     def replay() -> Any:
-        _ = work  # the graph reads its tensors
+        _ = work  # keeps the tensors alive that the graph reads
         graph.replay()
 
     return replay
@@ -401,7 +414,7 @@ def graphed(work: Work) -> Work:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Without the warning that something was compiled before: here that is meant."""
+    """Suppress the warning that code was compiled before sparse_inductor was enabled; here this is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="sparse_inductor was enabled after")
         yield

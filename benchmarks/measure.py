@@ -1,10 +1,10 @@
-"""Measuring: time, peak memory and the machine's own limits. Every family uses this and nothing else.
+"""Measurement of time, peak memory and the machine's own limits. All families use only this module.
 
-What is compared is measured in one call of `race`: the contenders take turns, so that a card that grows hot or a
-neighbour that wakes up is everybody's. Before each timed call the caches are overwritten.
+Contenders that are compared are measured in one call of `race`. They take turns, so that a GPU that heats up or other
+load on the machine affects all of them alike. The caches are overwritten before each timed call.
 
-A GPU's time is the GPU's alone: it is held up until the host has queued the whole call, as in a program that keeps it
-busy. How long a call takes that finds the GPU idle, with the host's part, is measured by itself: the latency.
+Times on a GPU exclude host time: the GPU sleeps until the host has queued the whole call, as in a program that keeps
+the GPU busy. The latency is measured separately: it is the time of a call that finds the GPU idle, host time included.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ Name = TypeVar("Name")
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Median of some rounds, with the quartiles; milliseconds."""
+    """Median and quartiles over several rounds, in milliseconds."""
 
     ms: float
     low: float
     high: float
     rounds: int
     disturbed: bool = False
-    """Other programs were running all the time (CPU), or the host's part could not be taken out (GPU)."""
+    """Whether too few calls were free of other programs' load (CPU) or of host time (GPU)."""
     latency: float | None = None
-    """Of a call that finds the GPU idle, from the call to the end of its work; None on a CPU, where it is `ms`."""
+    """The time of a call that finds the GPU idle, to the end of its work; None on a CPU, where it equals `ms`."""
 
     def per_second(self, amount: float) -> float:
-        """What `amount` (FLOPs, bytes) comes to in a second."""
+        """Return the rate per second for `amount` (FLOPs or bytes) per call."""
         return amount / (self.ms * 1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Peak of a call over what was allocated before it, and how much of that the call returned; bytes."""
+    """Peak memory of a call over the memory allocated before it, and the size of the returned tensors; in bytes."""
 
     peak: int
     returned: int
 
     @property
     def scratch(self) -> int:
-        """The peak beyond what is returned: outputs and gradients are not counted."""
+        """The peak minus the returned tensors, so that outputs and gradients are not counted."""
         return max(0, self.peak - self.returned)
 
 
@@ -76,11 +76,12 @@ def race(
     seconds: float = 3.0,
     rounds: tuple[int, int] = (5, 60),
 ) -> dict[Name, Timing]:
-    """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls.
+    """Time the contenders in turn, round by round, after two warm-up calls.
 
-    On a CPU a call during which other programs took more than `_OTHERS` of the machine does not count, on a GPU one
-    that was queued after the GPU had begun with it, unless a contender is left with fewer than three; then all count
-    and its timing is marked as disturbed.
+    The race takes about `seconds`, but at least the first and at most the second number of `rounds`. On a CPU, a call
+    does not count if other programs took more than `_OTHERS` of the machine during it. On a GPU, a call does not count
+    if the GPU had started it before the host had queued all of it. If fewer than three calls of a contender are left,
+    all of its calls count and its timing is marked as disturbed.
     """
     for work in contenders.values():
         for _ in range(2):
@@ -100,9 +101,10 @@ def race(
 
 @dataclasses.dataclass(frozen=True)
 class Steady:
-    """Medians over some rounds of one call among many that follow each other; milliseconds.
+    """Medians over several rounds of the time per call, for back-to-back calls; in milliseconds.
 
-    host_ms: until the host was done with it, on a GPU that is less than `wall_ms` where the GPU is what is waited for.
+    host_ms: the time until the host has queued the call. On a GPU it is less than `wall_ms` if the GPU is the
+    bottleneck.
     """
 
     wall_ms: float
@@ -115,8 +117,10 @@ def steady(
     seconds: float = 1.0,
     rounds: int = 11,
 ) -> dict[str, Steady]:
-    """Wall clock and host time of calls that follow each other, a batch of each contender in turn, so many rounds in
-    about `seconds`; after two warm-up calls."""
+    """Measure wall clock and host time of back-to-back calls, with a batch of each contender in turn.
+
+    The given number of rounds takes about `seconds`; two warm-up calls precede them.
+    """
 
     def batch(work: Work, calls: int) -> tuple[float, float]:
         _synchronize(device)
@@ -147,14 +151,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _cache_sweeper(device: torch.device) -> Work:
-    """Overwrites more than any last-level cache holds (H200: 50 MiB of L2)."""
+    """Return a function that overwrites more memory than any last-level cache holds (H200: 50 MiB of L2)."""
     size = 256 * MIB if device.type == "cuda" else 64 * MIB
     buffer = torch.empty(size, dtype=torch.int8, device=device)
     return lambda: buffer.zero_()
 
 
 class _Watch:
-    """What was measured of one contender: (ms, whether that counts) a call, and latencies."""
+    """The measurements of one contender: (ms, whether it counts) for each call, and the latencies."""
 
     def __init__(self, work: Work, clear: Work) -> None:
         self._work, self._clear = work, clear
@@ -177,17 +181,17 @@ class _Watch:
 
 
 class _GpuWatch(_Watch):
-    """Each call waits in the GPU's queue, behind a sleep, until the host is done with it.
+    """Times calls that wait in the GPU's queue, after a sleep kernel, until the host has queued them completely.
 
-    A call that makes the host wait for the GPU outlasts any sleep: what the host does afterwards is in its time, and
-    the timing is marked. So is one that keeps the host longer than `LONGEST`.
+    A call that makes the host wait for the GPU outlasts any sleep, so that its time includes the host's later work. The
+    same holds for a call that keeps the host busy for longer than `LONGEST`. Such timings are marked as disturbed.
     """
 
-    # Latencies taken, in the first rounds; what the host took of the slowest of them sizes the sleep.
+    # The number of latencies, taken in the first rounds. The longest host time among them sets the length of the sleep.
     LATENCIES = 3
-    # Of the host's time, and in ms on top: what another call may need more than those.
+    # A factor on that host time and an addend in ms, because a later call may take longer.
     MARGIN = 2.0, 0.1
-    # ms; a call of more than a few thousand kernels.
+    # In ms. Only a call of more than a few thousand kernels keeps the host busy for longer.
     LONGEST = 50.0
 
     def __init__(self, work: Work, clear: Work) -> None:
@@ -219,13 +223,13 @@ class _GpuWatch(_Watch):
 
 
 def _sleep(ms: float) -> None:
-    """Keep the current stream busy with nothing."""
+    """Keep the current stream busy for `ms` milliseconds without doing any work."""
     torch.cuda._sleep(int(ms * _cycles_per_ms(torch.cuda.current_device())))
 
 
 @functools.cache
 def _cycles_per_ms(device: int) -> float:
-    """The rate at which `torch.cuda._sleep` counts; the first sleep wakes the clocks."""
+    """Return the rate at which `torch.cuda._sleep` counts. The first of the two sleeps raises the clocks."""
     cycles = 20_000_000
     for _ in range(2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -243,15 +247,16 @@ class _CpuWatch(_Watch):
         start = time.perf_counter()
         self._work()
         taken = time.perf_counter() - start
-        # The kernel counts in steps of 10 ms a core.
+        # The kernel accounts CPU time in steps of 10 ms per core.
         allowed = _OTHERS * taken * (os.cpu_count() or 1) + 0.02
         self._taken.append((taken * 1e3, _others() - others <= allowed))
 
 
 def host_us(works: Sequence[Work], batches: int, calls: int) -> list[float]:
-    """Microseconds that the host takes for a call of each, of work that a GPU has no trouble to keep up with.
+    """Return the host time per call of each work in microseconds, for works at which the GPU is faster than the host.
 
-    The works take turns, a batch each; the least batch counts, as whatever is above it is other work of the machine.
+    The works take turns with one batch each. The fastest batch counts, because any excess is due to other load on the
+    machine.
     """
     for work in works:
         for _ in range(calls):
@@ -272,7 +277,7 @@ _OTHERS = 0.1
 
 
 def _others() -> float:
-    """Seconds that the machine's cores have spent on anything but this process."""
+    """Return the seconds that the machine's cores have spent on anything but this process."""
     first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
     mine = resource.getrusage(resource.RUSAGE_SELF)
@@ -284,7 +289,7 @@ def _others() -> float:
 
 
 def peak_memory(work: Work, device: torch.device) -> Memory:
-    """Peak memory of one call, after two warm-up calls. On the CPU this needs a process of its own: `isolated`."""
+    """Measure the peak memory of one call, after two warm-up calls. On a CPU this needs a fresh process: `isolated`."""
     for _ in range(2):
         work()
     meter = PeakMeter(device)
@@ -294,7 +299,7 @@ def peak_memory(work: Work, device: torch.device) -> Memory:
 
 
 class PeakMeter:
-    """`with PeakMeter(device) as m: ...`; afterwards `m.peak` bytes over what was there at the start."""
+    """A context manager. After the block, `peak` is the peak memory in bytes over the memory in use at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -327,7 +332,7 @@ def _status(field: str) -> int:
 
 
 def _trim_heap() -> None:
-    """Give freed memory back, so that it does not hide what is allocated next (glibc only)."""
+    """Return freed memory to the system, so that later allocations raise the resident size (glibc only)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -343,7 +348,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def gemm(device: torch.device, quick: bool = False) -> tuple[Work, float]:
-    """A square product of random matrices (bf16 8192 cubed on a GPU, fp32 2048 cubed on a CPU), and its FLOPs."""
+    """Return a product of random matrices (bf16 8192 cubed on a GPU, fp32 2048 cubed on a CPU) and its FLOPs."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     size = 256 if quick else size
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -352,7 +357,7 @@ def gemm(device: torch.device, quick: bool = False) -> tuple[Work, float]:
 
 
 def copy(device: torch.device, quick: bool = False) -> tuple[Work, float]:
-    """A copy within the device's memory, and the bytes it reads plus writes."""
+    """Return a copy within the device's memory and the number of bytes that it reads and writes."""
     size = 1024 * MIB if device.type == "cuda" else 256 * MIB
     size = MIB if quick else size
     source = torch.randint(0, 100, (size,), device=device, dtype=torch.int8)
@@ -362,13 +367,13 @@ def copy(device: torch.device, quick: bool = False) -> tuple[Work, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Measured rates: FLOPs and bytes a second."""
+    """Measured rates, in FLOPs and bytes per second."""
 
     flops: float
     bytes: float
 
     def ms(self, flops: float, moved: float) -> float:
-        """The least time for so much arithmetic and so many bytes."""
+        """Return the least time for `flops` FLOPs and `moved` bytes."""
         return max(flops / self.flops, moved / self.bytes) * 1e3
 
 
@@ -383,19 +388,19 @@ def ceilings(device: torch.device, quick: bool = False) -> Ceilings:
     )
 
 
-# --- Processes of their own -------------------------------------------------------------------------------------------
+# --- Separate processes -----------------------------------------------------------------------------------------------
 
 _MARK = "@result "
 
-# For a child's environment: freed blocks go back to the system at once (glibc), so that the resident size is what is
-# in use. The threshold is below any tensor that matters.
+# Environment of a child process. glibc then returns freed blocks to the system at once, so that the resident size is
+# the memory in use. The threshold is below the size of any tensor that matters.
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
 
 
 def isolated(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a top-level function in a fresh Python process; arguments and result are JSON-able.
+    """Call a top-level function in a fresh Python process. Arguments and result must be JSON-serializable.
 
-    Raises RuntimeError with the end of what the process said when it fails.
+    Raises RuntimeError with the end of the process's output if it fails.
     """
     env = {**os.environ, **RETURN_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [
@@ -421,7 +426,7 @@ def isolated(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _serve(target: str, arguments: str) -> None:
-    """The other end of `isolated`."""
+    """Run the child's side of `isolated`."""
     import importlib
 
     module, _, name = target.partition(":")
@@ -429,11 +434,11 @@ def _serve(target: str, arguments: str) -> None:
     print(_MARK + json.dumps(result), flush=True)
 
 
-# --- What it ran on ---------------------------------------------------------------------------------------------------
+# --- The machine ------------------------------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a reader needs to know about where the numbers come from; nothing that names the machine itself."""
+    """Return the hardware and software that the numbers depend on, without anything that identifies the machine."""
     import triton
 
     facts = {"device": device_name(device)}
@@ -455,7 +460,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """ "NVIDIA H200", "AMD EPYC"."""
+    """Return the device's name, such as "NVIDIA H200" or "AMD EPYC"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)

@@ -1,10 +1,10 @@
-"""The generated parts of README.md and of the documentation: the first program and what it prints, what is matched and
-declined, and the measured numbers.
+"""The generated parts of README.md and of the documentation: the first program and its output, the matched and declined
+programs, and the measured numbers.
 
-    python -m benchmarks.pages            put them in
-    python -m benchmarks.pages --check    exit status 1 when they are not what they should be
+    python -m benchmarks.pages            update the parts
+    python -m benchmarks.pages --check    exit with status 1 if a part is out of date
 
-Each part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+Each part is enclosed by `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A generated part: what makes it, and the pages that have it."""
+    """A generated part: the function that makes it, and the pages that contain it."""
 
     make: Callable[[], str]
     pages: tuple[Path, ...]
 
 
 def parts() -> dict[str, Part]:
-    """The parts by name."""
+    """Return the parts by name."""
     first = (README, DOCS / "index.md")
     numbered = (DOCS / "numbers.md",)
     return {
@@ -58,7 +58,7 @@ def parts() -> dict[str, Part]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(argv).check
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find(text: str, name: str) -> str:
-    """What stands between the marks of a part. Raises ValueError when they are not there."""
+    """Return the text between the marks of a part. Raises ValueError unless each mark occurs exactly once."""
     begin, end = _marks(name)
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"{begin} and {end} must each stand in the text once")
@@ -85,7 +85,7 @@ def find(text: str, name: str) -> str:
 
 
 def put(text: str, name: str, part: str) -> str:
-    """The text with one part replaced."""
+    """Return the text with one part replaced."""
     find(text, name)
     begin, end = _marks(name)
     head, rest = text.split(begin)
@@ -93,7 +93,7 @@ def put(text: str, name: str, part: str) -> str:
 
 
 def untimed(part: str) -> str:
-    """The part without the time that a report's first line names: it is another one in each run."""
+    """Return the part without the time in a report's first line, which differs from run to run."""
     return re.sub(r"took [\d.]+ m?s", "took", part)
 
 
@@ -105,12 +105,12 @@ def _marks(name: str) -> tuple[str, str]:
 
 
 def program() -> str:
-    """The program that README.md and the home page show."""
+    """Return the program that README.md and the home page show."""
     return f"```python\n{PROGRAM.read_text()}```"
 
 
 def report() -> str:
-    """What that program prints, on a CPU."""
+    """Return the output of that program on a CPU."""
     done = subprocess.run(
         [sys.executable, PROGRAM.name],
         cwd=PROGRAM.parent,
@@ -122,11 +122,11 @@ def report() -> str:
     return textwrap.indent(done.stdout.strip(), "    ")
 
 
-# --- What is matched and what is declined -----------------------------------------------------------------------------
+# --- Matched and declined programs ------------------------------------------------------------------------------------
 
 
 def patterns() -> str:
-    """For each pattern its examples and near misses, as written and as the pass judges them now."""
+    """Return the examples and near misses of each pattern, with the pass's current verdict on each."""
     return "\n\n".join(_pattern(p) for p in registered().values())
 
 
@@ -144,15 +144,18 @@ def _pattern(pattern: Pattern) -> str:
 
 
 def explained(example: Example) -> Any:
-    """The report of one example, captured afresh."""
+    """Capture one example and return the report."""
     fn, args = example.build()
     with torch.set_grad_enabled(example.training), sparse_inductor.enabled(policy="always"):
         return sparse_inductor.explain(fn, *args).report
 
 
 def code_of(example: Example) -> str:
-    """What an example computes, from the source of its function (or of the one its module was built
-    around); its name where that is longer than a few statements."""
+    """Return the source of the statements that an example computes.
+
+    They are those of its function or, for a module, of the only function that the module holds. If there are more than
+    two statements, the example's name is returned.
+    """
     fn, _ = example.build()
     function = fn
     if isinstance(fn, torch.nn.Module):
@@ -179,7 +182,7 @@ def code_of(example: Example) -> str:
 
 
 def numbers(kind: str) -> str:
-    """The tables of figures of all published runs on a "cpu" or a "gpu"."""
+    """Return the tables of figures of all published runs on a "cpu" or a "gpu"."""
     found = [Results.read(path) for path in sorted(RESULTS.glob("*.json"))]
     chosen = [r for r in found if ("driver" in r.machine) == (kind == "gpu")]
     return "\n\n".join(_numbers(r) for r in chosen) or "Not measured yet."

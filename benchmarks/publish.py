@@ -1,4 +1,4 @@
-"""What a family measured, and its files: Markdown, JSON and a plot."""
+"""The results of a family and their files: Markdown, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One figure. Its limits are judged where it is measured, and not published. `value` is None where it could not be
-    measured: `note` says why."""
+    """One figure. Its limits are judged in the run that measures it and are not published. If it could not be measured,
+    `value` is None and `note` says why."""
 
     name: str
     value: float | None
@@ -24,10 +24,10 @@ class Row:
     higher_is_better: bool = False
     note: str = ""
     section: str = ""
-    """The part of the benchmark that measured it: a run of some parts keeps what earlier runs found of the others."""
+    """The part of the benchmark that measured it. A run of some parts keeps the earlier results of the other parts."""
 
     def verdict(self, limit: float | None) -> str:
-        """ "pass", "FAIL", or "" where there is nothing to judge."""
+        """Return "pass" or "FAIL", "?" if there is no value, or "" if there is no limit."""
         if limit is None:
             return ""
         if self.value is None:
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def is_loss(self) -> bool:
-        """Whether a ratio says that what is measured is behind what it is compared with."""
+        """Whether the figure is a ratio that shows a loss against the program it is compared with."""
         if self.unit != "x" or self.value is None:
             return False
         return self.value < 1 if self.higher_is_better else self.value > 1
@@ -62,7 +62,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One contender at one place of a sweep: a training step."""
+    """One contender at one place of a sweep."""
 
     axis: str
     at: int
@@ -75,9 +75,10 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One place of a map: a program under torch.compile, over the same with the plugin on.
+    """One place of a map: a program under torch.compile, without the plugin ("compile") and with it ("enabled").
 
-    wall, gpu: ratios of wall clock and GPU time; more than 1 is a gain. host: the plugin's host time over that without.
+    wall, gpu: wall clock and GPU time, compile over enabled; more than 1 is a gain. host: host time, enabled over
+    compile.
     """
 
     map: str
@@ -93,7 +94,7 @@ class Cell:
 
 @dataclasses.dataclass
 class Results:
-    """Everything one run of a family found out."""
+    """All results of one run of a family."""
 
     family: str
     command: str
@@ -104,15 +105,15 @@ class Results:
     points: list[Point] = dataclasses.field(default_factory=list)
     cells: list[Cell] = dataclasses.field(default_factory=list)
     fixed: dict[str, int] = dataclasses.field(default_factory=dict)
-    """The sizes that a sweep holds while it moves another."""
+    """The sizes that stay constant while a sweep varies another one."""
     swept: str = "Forward and backward"
-    """What a sweep measures at each place."""
+    """The kind of call that a sweep measures at each place."""
 
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Each part that was run, and how: parts may come from several runs."""
+    """The command, date and version with which each part was measured; parts may come from several runs."""
 
     def keep(self, earlier: Results, but: Collection[str]) -> None:
-        """Take over what an earlier run found, but for these parts of it and for what belongs to none."""
+        """Take over the results of an earlier run, except those of the parts in `but` and those without a part."""
 
         def kept(section: str) -> bool:
             return bool(section) and section not in but
@@ -129,20 +130,20 @@ class Results:
         self.sources |= {name: how for name, how in earlier.sources.items() if kept(name)}
 
     def ran(self, section: str) -> None:
-        """Note that this run has measured a part."""
+        """Record that this run has measured a part."""
         facts = ", ".join(f"{name} {self.machine.get(name, '?')}" for name in ("date", "torch"))
         self.sources[section] = f"`{self.command}` ({facts})"
 
     @property
     def slug(self) -> str:
-        """Name of the files: "splade_head-nvidia-h200"."""
+        """The stem of the file names, such as "splade_head-nvidia-h200"."""
         return (
             f"{self.family}-{re.sub(r'[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
         )
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What `write` wrote as JSON."""
+        """Read a JSON file that `write` has written."""
         found = json.loads(path.read_text())
         kinds = {"rows": Row, "samples": Sample, "points": Point, "cells": Cell}
         for name, kind in kinds.items():
@@ -151,7 +152,7 @@ class Results:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Write all files; returns their paths. The plot is left out, with a word about it, without matplotlib."""
+    """Write all files; return their paths. Without matplotlib, a message says so and there is no plot."""
     folder.mkdir(parents=True, exist_ok=True)
     plot = folder / f"{results.slug}.png"
     picture = draw_maps if results.cells else draw
@@ -172,7 +173,7 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 
 def rows_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Heading and lines of the table of floors and goals."""
+    """Return heading and lines of the table of floors and goals."""
     lines = [["", "value", "floor", "", "goal", "", "remarks"]]
     for r in rows:
         lines.append(
@@ -183,13 +184,13 @@ def rows_table(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def figures_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Heading and lines of the table of figures alone."""
+    """Return heading and lines of the table of figures, without limits."""
     lines = [[r.name, _value(r.value, r.unit, limits=(r.floor, r.goal)), r.note] for r in rows]
     return [["", "value", "remarks"], *lines]
 
 
 def samples_table(samples: Sequence[Sample]) -> list[list[str]]:
-    """Heading and lines of the side-by-side table; latencies where there are any."""
+    """Return heading and lines of the side-by-side table; it has a column of latencies if there are any."""
     late = ["latency, ms"] if any(s.latency_ms is not None for s in samples) else []
     memory = ["peak over the inputs", "beyond outputs and gradients"]
     lines = [["case", "contender", "ms (quartiles)", *late, *memory, "remarks"]]
@@ -204,7 +205,7 @@ def samples_table(samples: Sequence[Sample]) -> list[list[str]]:
 
 
 def points_table(points: Sequence[Point]) -> list[list[str]]:
-    """Heading and lines of the sweeps."""
+    """Return heading and lines of the table of sweeps."""
     lines = [["axis", "at", "contender", "ms", "peak over the inputs", "remarks"]]
     for p in points:
         lines.append(
@@ -221,7 +222,7 @@ def points_table(points: Sequence[Point]) -> list[list[str]]:
 
 
 def by_map(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each map, in order."""
+    """Return the cells of each map, in order."""
     found: dict[str, list[Cell]] = {}
     for cell in cells:
         found.setdefault(cell.map, []).append(cell)
@@ -229,7 +230,7 @@ def by_map(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 
 def cells_table(cells: Sequence[Cell]) -> list[list[str]]:
-    """Heading and lines of one map."""
+    """Return heading and lines of the table of one map."""
     lines = [["", "", "wall clock", "GPU time", "host time", "", "compile / enabled"]]
     for c in cells:
         gpu, host = ("" if r is None else f"{r:.2f}" for r in (c.gpu, c.host))
@@ -239,7 +240,7 @@ def cells_table(cells: Sequence[Cell]) -> list[list[str]]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal."""
+    """Format a table for a terminal."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines
@@ -247,7 +248,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(results: Results, plot: str | None) -> str:
-    """The page that is published."""
+    """Return the page to publish."""
     facts = ", ".join(
         f"{name} {value}" for name, value in results.machine.items() if name != "device"
     )
@@ -286,7 +287,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _losses(results: Results) -> str:
-    """Where it is slower or larger than what it is compared with, in words."""
+    """List the figures and places at which ours is slower or larger than the program it is compared with."""
     rows = [r.name for r in results.rows if r.is_loss]
     worse = [*_worse(results.points, "ms", "time"), *_worse(results.points, "peak_bytes", "memory")]
     lines = [f"Losses: {'; '.join(rows) or 'none'}."]
@@ -306,7 +307,7 @@ def _worse(points: Sequence[Point], field: str, what: str) -> list[str]:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """A table for a page."""
+    """Format a table as Markdown."""
     head, *body = [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     ]
@@ -319,7 +320,7 @@ def _value(
     missing: str = "not measured",
     limits: Sequence[float | None] = (),
 ) -> str:
-    """Three digits, or as many as tell it from the limits that it is not."""
+    """Format a value with three digits, or with up to six if fewer do not distinguish it from its limits."""
     if value is None:
         return missing
     if value >= 1000:
@@ -339,12 +340,12 @@ def _mib(number: int | None) -> str:
 
 # --- Plot -------------------------------------------------------------------------------------------------------------
 
-_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # told apart by colour-blind readers too
+_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # distinguishable for colour-blind readers
 _MARKS = ["o", "s", "^", "D"]
 
 
 def _pyplot() -> Any:
-    """matplotlib's, or None, with a word about it."""
+    """Return matplotlib's pyplot; print a message and return None if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -359,7 +360,10 @@ def _pyplot() -> Any:
 
 
 def draw_maps(results: Results, path: Path) -> bool:
-    """One picture a map, a colour and a figure a cell: wall clock, compile over enabled; what is rewritten is bold."""
+    """Draw one picture per map, with a colour and a number per cell: wall clock, compile over enabled.
+
+    Numbers of rewritten programs are bold. Returns False, with a message, if matplotlib is not installed.
+    """
     if (pyplot := _pyplot()) is None:
         return False
     maps = by_map(results.cells)
@@ -396,8 +400,10 @@ def draw_maps(results: Results, path: Path) -> bool:
 
 
 def draw(results: Results, path: Path) -> bool:
-    """Time above, memory (where it was measured) below, one column an axis; False, with a word about it, without
-    matplotlib."""
+    """Draw time above and memory (if it was measured) below, with one column per axis.
+
+    Returns False, with a message, if matplotlib is not installed.
+    """
     if (pyplot := _pyplot()) is None:
         return False
     axes = list(dict.fromkeys(p.axis for p in results.points))
@@ -452,7 +458,7 @@ def _scales(plot: Any, sizes: Sequence[int]) -> None:
     plot.set_yscale("log")
     plot.set_xticks(sizes, [f"{x}" for x in sizes], rotation=30, fontsize=7)
     low, high = plot.get_ylim()
-    # Powers of ten alone can be none in what is drawn, and axes beside each other have scales of their own.
+    # A short axis may contain no power of ten, and axes side by side have separate scales, so each needs labels.
     subs = (1, 2, 5) if high < 100 * low else (1,)
     plot.yaxis.set_major_locator(LogLocator(subs=subs))
     plot.yaxis.set_major_formatter(lambda y, _: f"{y:g}")

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` on a Llama with ReLU feed-forward blocks, static cache, compiled forward.
+"""Hugging Face `generate` on a Llama with ReLU feed-forward blocks, a static cache and a compiled forward.
 
 python examples/generate.py        (needs transformers)
 """
@@ -19,7 +19,8 @@ def generate(side: Side) -> None:
     )  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LlamaForCausalLM(config).to(device).eval()
-    with torch.no_grad():  # trained models keep few neurons; random ones half of them
+    # A random model has half of its neurons active, a trained one only a few: lower the pre-activations.
+    with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.gate_proj.weight -= 2.5 * layer.mlp.gate_proj.weight.abs().mean()
     model.forward = torch.compile(model.forward)

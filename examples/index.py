@@ -1,6 +1,6 @@
-"""An indexing job: encode a text file with a SPLADE model, keep each line's largest terms, search them.
+"""An indexing job: encode lines of text with a SPLADE model, keep the largest terms of each line, and search them.
 
-python examples/index.py        (needs transformers; the texts are those of benchmarks/text)
+python examples/index.py        (needs transformers; the texts are in benchmarks/text)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Encoder(nn.Module):
 
 
 def search(query: Tensor, ids: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best documents of each query: query [B, V], the documents' terms and weights [N, T]."""
+    """Return the k best documents of each query: query [B, V], terms and weights of the documents [N, T]."""
     scores = (query[:, ids] * values).sum(-1)
     return torch.topk(scores, k)
 
@@ -54,7 +54,7 @@ def job(side: Side) -> None:
     values, ids = encoded.topk(terms)
     find = torch.compile(search)
     best = side.repeat("search 28 queries", lambda: find(encoded[:28], ids, values, 5))
-    # A line's own terms find the line.
+    # The terms of a line should find that line.
     right = (best[1] == torch.arange(28, device=device).unsqueeze(1)).any(1).float().mean()
     side.found["queries that find themselves"] = right.item()
 

@@ -1,16 +1,16 @@
-"""A search service over HTTP: documents under ids of your own, added, replaced, deleted and searched at once.
+"""A search service over HTTP. Documents have ids of your choice; adding, replacing and deleting take effect at once.
 
-    python examples/search_service.py --port 8000 [--file collection]     serve (starlette, uvicorn)
-    python examples/search_service.py --load [--small]                    serve, and put load on it for a while
+    python examples/search_service.py --port 8000 [--file collection]     serve (needs starlette and uvicorn)
+    python examples/search_service.py --load [--small]                    serve, and run a load test
 
-    PUT    /documents    {"a": {"17": 0.5, "40": 1.25}, ...}    weights of terms under ids; what is there is replaced
+    PUT    /documents    {"a": {"17": 0.5, "40": 1.25}, ...}    term weights of each document; replaces existing ones
     DELETE /documents    ["a", ...]
     POST   /search       {"queries": [{"17": 1.0}], "k": 10, "allow": ["a", ...], "deny": [...], "offset": 0,
-                          "min_score": 0.5}    all but the queries may be left out
+                          "min_score": 0.5}    only the queries are required
     GET    /health, /metrics
 
-Searches run in threads and see the documents of one moment; writes wait for each other. With --file the collection is
-read at the start, and saved, all or nothing, when the service ends.
+Searches run in threads, and each sees a consistent state of the documents. Writes wait for each other. With --file, the
+collection is loaded at the start and saved atomically when the service ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TERMS = 30522
 
 
 class Collection:
-    """A `NamedIndex` whose terms come as JSON, in a file."""
+    """A `NamedIndex` that takes terms as JSON and is stored in a file."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
@@ -48,30 +48,30 @@ class Collection:
         self.index = NamedIndex.load(file) if there else NamedIndex(TERMS)
 
     def put(self, documents: Mapping[str, Mapping[str, float]]) -> int:
-        """Add or replace documents; returns how many were replaced."""
+        """Add or replace documents; return the number of replaced documents."""
         replaced = self.index.put(documents.keys(), [terms_of(d) for d in documents.values()])
         if len(self.index.index) > 2 * len(self.index) + 10_000:
             self.index.compact()
         return replaced
 
     def search(self, queries: Sequence[Mapping[str, float]], **options: Any) -> list[Any]:
-        """The best of each query, as names and scores."""
+        """Return the best documents of each query, as names and scores."""
         found = self.index.search([terms_of(q) for q in queries], **options)
         return [[{"id": name, "score": score} for name, score in line] for line in found]
 
     def save(self) -> None:
-        """Write the file, if there is to be one."""
+        """Write the file, if one was given."""
         if self._file is not None:
             self.index.save(self._file)
 
 
 def terms_of(weights: Mapping[str, float]) -> dict[int, float]:
-    """Terms and weights of JSON."""
+    """Convert terms and weights from JSON."""
     return {int(term): float(weight) for term, weight in weights.items()}
 
 
 def service(collection: Collection) -> Starlette:
-    """The application."""
+    """Return the application."""
     seconds: dict[str, list[float]] = {"put": [], "delete": [], "search": []}
     refused = [0]
 
@@ -129,7 +129,7 @@ def service(collection: Collection) -> Starlette:
 
 @contextlib.contextmanager
 def running(collection: Collection) -> Any:
-    """The service in a thread, on a free port: its address."""
+    """Run the service in a thread, on a free port; yield its address."""
     server = uvicorn.Server(uvicorn.Config(service(collection), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -144,7 +144,7 @@ def running(collection: Collection) -> Any:
 
 
 def ask(address: str, method: str, path: str, body: Any = None) -> Any:
-    """One request; the answer's JSON."""
+    """Send one request; return the JSON of the answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(address + path, data, method=method)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -152,7 +152,7 @@ def ask(address: str, method: str, path: str, body: Any = None) -> Any:
 
 
 def load(small: bool) -> None:
-    """Eight clients search while one adds, replaces and deletes; prints what requests took."""
+    """Search with eight clients while another one writes and deletes documents; print the times of the requests."""
     documents, seconds = (500, 2.0) if small else (50_000, 20.0)
     draw = random.Random(0)
 
@@ -193,7 +193,7 @@ def load(small: bool) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="A search service over HTTP.")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--file", type=Path, help="where the collection is kept")

@@ -1,7 +1,7 @@
-"""Runs an example twice, each time in a process of its own: unrewritten, then rewritten; prints both beside each other.
+"""Runs an example twice, unrewritten and rewritten, in separate processes, and prints the results side by side.
 
-An example is a script with a function that takes the `Side` it runs on and ends with `main(function)`. What is timed
-has run before, so that nothing compiles in it, and is the median of several runs.
+An example is a script that defines a function of a `Side` and ends with `main(function)`. Timed code has run before, so
+that times do not include compilation. A time is the median of several runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 class Side:
-    """One of the two runs: what it found, by name."""
+    """One of the two runs, with its results by name."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
@@ -38,7 +38,7 @@ class Side:
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Time a block; of several blocks of one name the median counts."""
+        """Time a block. If several blocks have the same name, their median counts."""
         _wait()
         others, started = _others(), time.perf_counter()
         yield
@@ -50,8 +50,11 @@ class Side:
         self.found[f"{name}, ms"] = statistics.median(self._taken[name])
 
     def repeat(self, name: str, work: Callable[[], Any], times: int = 5) -> Any:
-        """The result of `work`, which runs twice untimed (it compiles, and once more where sizes have become
-        symbols), then `times` times timed."""
+        """Time `work` and return its result.
+
+        It first runs twice untimed, because it compiles, and may recompile when sizes become symbolic. Then it runs
+        `times` times timed.
+        """
         for _ in range(2):
             work()
         for _ in range(times):
@@ -61,18 +64,18 @@ class Side:
 
     @property
     def share_of_others(self) -> float:
-        """What other programs took of this machine's cores while something was timed."""
+        """The share of this machine's cores that other programs took during the timed blocks."""
         return self._others / (self._seconds * (os.cpu_count() or 1)) if self._seconds else 0.0
 
 
 def sentences() -> list[str]:
-    """The texts that come with the repository, a sentence each."""
+    """Return the sentences of the texts in the repository."""
     lines = (line for path in sorted(TEXTS.glob("*.txt")) for line in path.read_text().splitlines())
     return [line.strip() for line in lines if line.strip()]
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """A lower-casing tokenizer of the words in the texts, the same in every process."""
+    """Return a lower-casing tokenizer of the words in the texts, which is the same in every process."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -86,7 +89,7 @@ def tokenizer(vocabulary: int) -> Any:
 
 
 def main(run: Callable[[Side], None]) -> None:
-    """The command line of an example."""
+    """Run the command line of an example."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--side", choices=("unrewritten", "rewritten"), help=argparse.SUPPRESS)
@@ -146,7 +149,7 @@ def _peak() -> int:
 
 
 def _others() -> float:
-    """Seconds that the machine's cores have spent on other programs so far; 0 where that cannot be told."""
+    """Return the seconds that the machine's cores have spent on other programs so far, or 0 without /proc/stat."""
     try:
         spent = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:

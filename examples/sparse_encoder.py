@@ -1,6 +1,6 @@
 """sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`.
 
-One line knows about the package: `drop_logits` says that nobody reads the logits which an encoder returns.
+One line refers to sparse_inductor: `drop_logits` declares that the logits in the encoder's output are not used.
 
 python examples/sparse_encoder.py        (needs sentence-transformers)
 """

@@ -1,6 +1,6 @@
-"""A TopK autoencoder trained on the activations of a small transformer, compiled: the losses, rewritten or not.
+"""A compiled TopK autoencoder, trained on the activations of a small transformer; its losses on both sides.
 
-python examples/train_sae.py        (needs nothing but torch)
+python examples/train_sae.py        (needs only torch)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Bytes(nn.Module):
-    """A causal transformer that reads bytes, from an embedding to its hidden states."""
+    """A causal transformer that reads bytes and returns its hidden states."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Bytes(nn.Module):
 
 
 class TopK(nn.Module):
-    """Of all neurons the k with the largest pre-activations reconstruct the input."""
+    """An autoencoder that reconstructs the input from the k neurons with the largest pre-activations."""
 
     def __init__(self, width: int, neurons: int, k: int) -> None:
         super().__init__()

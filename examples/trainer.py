@@ -1,4 +1,4 @@
-"""Hugging Face Trainer on a SPLADE model, with `torch_compile=True`: nothing in it knows about sparse_inductor.
+"""Hugging Face Trainer on a SPLADE model, with `torch_compile=True`. The program does not refer to sparse_inductor.
 
 python examples/trainer.py        (needs transformers, tokenizers and accelerate)
 """
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 
 class Splade(nn.Module):
-    """A masked-LM encoder with max pooling; queries and documents in one batch, the loss inside as Trainer wants."""
+    """A masked-LM encoder with max pooling. It returns the loss, as Trainer requires.
+
+    Queries and documents alternate in one batch.
+    """
 
     def __init__(self, mlm: nn.Module) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ def train(side: Side) -> None:
     steps, warm = 8, 2
 
     class Clock(TrainerCallback):
-        """Times the steps after those that compile."""
+        """A callback that times the steps after the first ones, which compile."""
 
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step >= warm:

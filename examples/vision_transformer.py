@@ -1,4 +1,4 @@
-"""A training step of a vision transformer whose attention is entmax: transformers' ViT with a registered function.
+"""A training step of a vision transformer with entmax attention: transformers' ViT with a registered function.
 
 python examples/vision_transformer.py        (needs transformers and entmax)
 """
@@ -11,7 +11,7 @@ from side_by_side import Side, main
 
 
 def entmax_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-    """What transformers calls in place of softmax attention."""
+    """Compute attention with entmax; transformers calls this function in place of softmax attention."""
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
     weights = entmax.entmax15(scores, dim=-1)
     return (weights @ value).transpose(1, 2).contiguous(), None

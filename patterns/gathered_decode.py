@@ -125,14 +125,13 @@ class GatheredDecode(Recogniser):
 
     def worth(self, match: GatheredMatch, view: GraphView) -> Worth:
         indices = fake(match.indices).shape
-        training = view.needs_grad(match.values) or view.needs_grad(match.weight)
         return look_up(
             NAME,
             fake(match.anchor).device,
             entries=expected_elements(indices),
             width=expected(fake(match.weight).shape[1]),
             bits=8 * fake(match.anchor).dtype.itemsize,
-            training=int(training),
+            training=int(view.needs_grad(match.anchor)),
             bag=int(match.gather is match.anchor),
         )
 

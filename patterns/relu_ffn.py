@@ -173,7 +173,8 @@ class BlockMatch:
         down = self.reading.down
         axis = down.d_dim
         values = e.call(operator.getitem, op, 1)
-        # The operator returns statistics in the axis order of its input. The program's have that of the activation.
+        # The operator returns statistics in the axis order of its input, without D. The program's have the order of the
+        # activation, without the axis of the neurons.
         order = rest if down.order is None else [down.order[d] for d in rest]
         axes = [a for a in range(len(order) + 1) if a != axis]
         for s in self.others.statistics:
@@ -223,7 +224,11 @@ class ReluFfn(Recogniser):
         try:
             return first_match(lambda down: self._block(node, view, down), found)
         except NoMatch as reason:
-            return reason.miss(node) if resembles(view, found[0].source, node) else None
+            # What multiplies two rectified tensors scores the one by the other.
+            rectified = [
+                resembles(view, t, node) for t in (found[0].source, found[0].weight_source)
+            ]
+            return reason.miss(node) if rectified == [True, False] else None
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
         if down.d_axes > 1:

@@ -133,8 +133,7 @@ class SparseDecode(Recogniser):
 
     def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
         down, values = match.down, match.found.values
-        learnt = view.needs_grad(values) or view.needs_grad(down.weight_source)
-        sizes = sizes_of(down.source, down.node, down.node, learnt)
+        sizes = sizes_of(down.source, down.node, down.node, view.needs_grad(down.node))
         sizes |= ratio_of(down.source, fake(values).shape[-1])
         return look_up(NAME, fake(down.node).device, **sizes)
 

@@ -125,7 +125,7 @@ class SparseProduct(Recogniser):
             source = found[0].source
             rectified = _rectified(view, source, node)
             return _checked(ProductMatch(found[0], DECODER, source, rectified), view)
-        if node not in _encoders(view):
+        if not view.records(node) or node not in _encoders(view):
             return None
         for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
             if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):

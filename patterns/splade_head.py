@@ -257,7 +257,8 @@ class SpladeHead(Recogniser):
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
 
     def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:
-        """Raises NoMatch unless the tail, the steps from a vocabulary mask on, can be applied after the maximum."""
+        """Raises NoMatch unless the tail, which starts at the first step that varies over the vocabulary, can be
+        applied after the maximum."""
         if (
             red.minimum
             or red.least > -math.inf

@@ -131,7 +131,8 @@ class TopkEncode(Recogniser):
             taken = user.target is operator.getitem and user.args[1] in (0, 1)
             if not taken and user.users:
                 raise NoMatch(f"the pair that topk returns is also read by {label(user)}", user)
-        check_followed(view, above, node, _learnt(view, chain))
+        learnt = any(view.needs_grad(t) for t, _ in chain.reads)
+        check_followed(view, above, node, learnt)
         mixed = any(fake(n).dtype != fake(scores).dtype for n in above)
         nodes = only_read_by(view, node, () if mixed else above)
         left = not nodes.issuperset(above)
@@ -143,13 +144,9 @@ class TopkEncode(Recogniser):
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
         k = match.k if isinstance(match.k, int) else fake(match.k)
-        x, learnt = match.chain.linear.source, _learnt(view, match.chain)
+        x, learnt = match.chain.linear.source, view.needs_grad(match.scores)
         sizes = sizes_of(match.scores, x, match.scores, learnt) | ratio_of(match.scores, k)
         return look_up(NAME, fake(match.scores).device, **sizes)
-
-
-def _learnt(view: GraphView, chain: Chain) -> bool:
-    return any(view.needs_grad(t) for t, _ in chain.reads)
 
 
 def _encoder(view: GraphView, source: fx.Node, reader: fx.Node) -> tuple[Chain, fx.Node] | None:

@@ -1,4 +1,4 @@
-"""Programs for the examples of a pattern: functions of the same inputs and layers.
+"""Programs for the examples of a pattern: functions that all get the same inputs and layers.
 
 A pattern's file ends with its examples, written as users write such programs: those that are rewritten, and those that
 are declined, with the reason. Tests and documentation are built from them.

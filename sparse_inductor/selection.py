@@ -80,8 +80,8 @@ class Session:
     def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
         """Rewrite a graph.
 
-        A strict session raises StrictError here if it cannot do so later (`fail_at_end_of_graph`), or if a required
-        pattern nearly matched in this graph.
+        If the graph does not end in a graph break, a strict session that lacks a required match raises StrictError here
+        if it cannot do so later (`fail_at_end_of_graph`), or if a pattern without a match nearly matched in this graph.
         """
         outcome = RewritePass(self.patterns.values(), verify=self.verify, policy=self.policy).run(
             graph

@@ -88,6 +88,19 @@ def test_a_bisection_that_is_not_renormalised_is_judged_once(steps):
     assert rewrite.replaced == ("entmax_bisect",) and not report.near_misses
 
 
+def test_a_bisection_of_single_scores_that_are_masked():
+    """As of the first token that is decoded; a masked one is NaN in both."""
+
+    def program(x, keep):
+        return entmax.entmax_bisect(x.masked_fill(~keep, -1e9), 1.5, n_iter=30)
+
+    x, keep = torch.randn(4, 1), torch.tensor([[True], [False], [True], [True]])
+    with only("entmax") as report, torch.no_grad():
+        got = compile_without_codegen(program)(x, keep)
+        assert len(report.rewrites) == 1 and not rewrite.failures
+    torch.testing.assert_close(got, program(x, keep), equal_nan=True)
+
+
 def test_a_bisection_that_is_not_renormalised_has_no_nan_for_large_scores():
     """For scores with x - 1 == x in fp32, renormalising divides 0 by 0."""
 

@@ -308,6 +308,24 @@ def test_explain_names_graph_breaks():
     assert len(explanation.graphs) == 2 and "graph breaks" in str(explanation)
 
 
+def test_explain_says_why_a_frame_is_left_to_python():
+    """What it calls is compiled by itself: no graph ends where the frame does."""
+
+    def doubled(x):
+        return x * 2
+
+    def looped(x):
+        for _ in range(2):
+            x = doubled(x)
+            torch._dynamo.graph_break()
+        return x
+
+    explanation = sparse_inductor.explain(looped, X)
+    (one,) = explanation.graph_breaks
+    assert explanation.graphs and "graph_break" in one.reason and one.why in str(explanation)
+    assert not sparse_inductor.explain(doubled, X).graph_breaks
+
+
 def test_explain_says_why_no_graph_was_captured():
     def picked(x, at):
         return sum(x[at[i]] for i in (0, 1))

@@ -120,6 +120,21 @@ def test_nested_tensors_are_left_alone():
     assert len(sparse_inductor.report().rewrites) == 1 and not rewrite.failures
 
 
+def test_a_block_of_nested_tensors_that_returns_its_activations_is_left_alone():
+    """How many there are, which tells blocks from others, no number says."""
+    sparse_inductor.enable(policy="always")
+    block = Block(8)
+
+    def ragged(x, ends):
+        h = torch.relu(block.up(torch.nested.nested_tensor_from_jagged(x, ends)))
+        return block.down(h).values(), h.values()
+
+    x, ends = torch.randn(10, 8), torch.tensor([0, 3, 10])
+    got = compile_without_codegen(ragged)(x, ends)
+    torch.testing.assert_close(got, ragged(x, ends))
+    assert not sparse_inductor.report().rewrites and not rewrite.failures
+
+
 class Labelled(torch.Tensor):
     """A tensor subclass without operations of its own."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,15 @@ def times_a_constant_for_each_neuron(s, x):
     return f * torch.full((32,), 0.5) @ s.W_dec
 
 
+def times_norms_and_written_to(s, x):
+    """Of the products that fold the norms into them, the weight and the bias are saved; the program saves neither."""
+    weight, bias = s.W_enc * 1, s.b_enc * 1
+    values, indices = ((x @ weight + bias) * s.W_dec.norm(dim=-1)).topk(4)
+    weight.zero_()
+    bias[:4] = 1
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+
+
 def to_something_else(s, x):
     """Compute a transcoder with a skip connection."""
     values, indices = (x @ s.W_enc + s.b_enc).topk(4)
@@ -113,6 +124,7 @@ def test_one_that_runs_as_written_is_no_near_miss_of_a_feed_forward_block(policy
         by_decoder_norms,
         divided_by_decoder_norms,
         times_a_constant_for_each_neuron,
+        times_norms_and_written_to,
         *map(heavy, (rectified_first, tied, unit_rows, to_something_else)),
     ],
 )
@@ -120,6 +132,44 @@ def test_it_is_rewritten_and_keeps_its_numbers(program):
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
     explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert_rewrites(explanation, expected=BOTH)
+
+
+def by_gathered_rows(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    return (s.W_dec[indices] * values.unsqueeze(-1)).sum(-2)
+
+
+def with_activations(s, x):
+    f = F.relu(x @ s.W_enc + s.b_enc) * (x.sum(-1, keepdim=True) > s.threshold)
+    return f @ s.W_dec[:, :4], f
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (plain, BOTH),
+        (by_gathered_rows, {"topk_encode": 1, "gathered_decode": 1}),
+        (with_activations, {"sparse_product": 1}),  # that of the decoder
+    ],
+)
+def test_one_that_gives_the_features_of_a_training_step(program, expected):
+    """Its weights are parameters, and no gradient is asked of it."""
+    model, probe = Autoencoder(program), nn.Parameter(torch.randn(8))
+
+    def step(x):
+        with torch.no_grad():
+            y = model(x)
+        y, *others = y if isinstance(y, tuple) else (y,)
+        return y @ probe[: y.shape[-1]], others
+
+    x = torch.randn(2, 6, 8)
+    want, _ = step(x)
+    with only(*expected) as report:
+        got, _ = compile_without_codegen(step)(x)
+        assert collections.Counter(r.pattern for r in report.rewrites) == expected
+        assert not report.near_misses
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), probe) for y in (got, want)))
 
 
 class OfAnyK(Autoencoder):

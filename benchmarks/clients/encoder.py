@@ -1,8 +1,8 @@
 """Training a transformer encoder on long sequences, with entmax attention or with softmax attention in its place.
 
-Layers are compiled once and share their code. `trained()` gives queries the variance 6 and keys the variance 1, so
-that a row keeps a handful of keys, as in trained models; otherwise weights are those of `nn.Linear`, whose scores are
-so flat that entmax keeps nearly every key.
+All layers share one compiled code. `trained()` gives queries the variance 6 and keys the variance 1, so that a row
+keeps a handful of keys, as in trained models. Without it, weights have the default initialization of `nn.Linear`, and
+scores are so flat that entmax keeps nearly every key.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values [B, H, L, D]."""
+        """Return queries, keys and values [B, H, L, D]."""
         h = self.norms[0](x)
         size = (*x.shape[:2], self.heads, -1)
         return [linear(h).view(size).transpose(1, 2) for linear in (self.q, self.k, self.v)]
@@ -69,7 +69,7 @@ ATTENTIONS = {"ours": entmax_attention, "compile": entmax_attention,
 
 
 class Training:
-    """Steps of one contender: "ours", "compile" (entmax unrewritten) or "softmax"."""
+    """Training steps of one contender: "ours", "compile" (entmax unrewritten) or "softmax"."""
 
     def __init__(self, sizes: Sizes, device: torch.device, name: str) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ class Training:
         self._rewritten = name != "ours"
 
     def trained(self) -> None:
-        """Give queries and keys the variances of trained models: their inputs are normalised."""
+        """Set the projections so that queries and keys have the variances of trained models; inputs are normalised."""
         torch.manual_seed(1)
         with torch.no_grad():
             for layer in self.layers:
@@ -94,7 +94,7 @@ class Training:
                     linear.weight.normal_(0, (variance / self.sizes.hidden) ** 0.5)
 
     def step(self) -> Tensor:
-        """One training step; the loss."""
+        """Run one training step; return the loss."""
         if self._rewritten:
             return self._step()
         before = len(sparse_inductor.report().rewrites)
@@ -118,7 +118,7 @@ class Training:
 
     @torch.no_grad()
     def supports(self) -> tuple[float, float]:
-        """The mean number of keys that a row keeps, in the first layer and in the last."""
+        """Return the mean number of keys that a row keeps, in the first and in the last layer."""
         from benchmarks.families.entmax_attention import support
 
         found, x = [], self.x[:1]
@@ -126,7 +126,7 @@ class Training:
             for layer in self.layers:
                 q, k, _ = layer.projected(x)
                 found.append(support(q, k, False, 1.5))
-                # Softmax in its place would be other states: the operator itself.
+                # The operator itself: softmax attention would give the later layers different states.
                 h = sparse_inductor.ops.entmax_attention(*layer.projected(x))
                 x = x + layer.out(h.transpose(1, 2).reshape(x.shape))
                 x = x + layer.down(F.gelu(layer.up(layer.norms[1](x))))

@@ -14,7 +14,7 @@ from benchmarks.measure import PeakMeter
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A step at one batch; `peak` is all that was allocated at its height, in bytes, None where it did not fit."""
+    """A step with one batch size. `peak` is the largest total of allocated bytes, or None if the step did not fit."""
 
     batch: int
     ms: float | None
@@ -29,13 +29,16 @@ def largest(
     trials: int = 2,
     unit: int = 16,
 ) -> list[Trial]:
-    """All that was tried, the largest batch that fits last.
+    """Find the largest batch that fits. Returns all trials that fit, the largest last.
 
-    From `start` (at most `most`) on, batches grow for as long as the last two say, in a straight line, that more than
-    this one stays below `limit` bytes: twofold, then up to eightfold, not beyond 0.97 of where the line ends. Then at
-    most `trials` batches near its end are tried, halving what is unknown; where one did not fit that should have, what
-    is unknown is halved down to twofold first. A batch is `start`, `most` or a multiple of `unit`. Raises MemoryError
-    when `start` itself does not fit.
+    The first phase grows the batch from `start`: first twofold, then up to eightfold per trial. A line through the last
+    two peaks predicts the batch that needs `limit` bytes. A batch is at most `most` and at most 0.97 of the prediction,
+    and the phase ends when the next batch would be less than 3 % larger. The second phase tries at most `trials`
+    batches near the prediction, each of which halves the interval between a batch that fits and one that does not. If a
+    batch of the first phase did not fit, that interval is first halved until its ends are within a factor of two; these
+    batches do not count as `trials`. A batch is `start`, `most` or a multiple of `unit`.
+
+    Raises MemoryError if `start` itself does not fit.
     """
     done = [attempt(start)]
     if done[0].peak is None:
@@ -53,7 +56,7 @@ def largest(
     if failed:
         beyond, candidate = failed, (best.batch + failed) / 2
     else:
-        # What fits at the line's end is decided by the allocator: 3 % to either side of it are looked at.
+        # Near the prediction the allocator decides which batches fit, so batches within 3 % of it are tried.
         beyond, candidate = min(most, round(1.03 * line)) + unit, 0.97 * line
     while trials > 0:
         batch = min(most, _whole(candidate, unit))
@@ -76,7 +79,7 @@ def _whole(batch: float, unit: int) -> int:
 
 
 def _line(done: Sequence[Trial], limit: float) -> int:
-    """The batch at which the line through the last two peaks reaches the limit."""
+    """Return the batch at which the line through the last two peaks reaches the limit."""
     first, last = done[-2], done[-1]
     assert first.peak is not None and last.peak is not None
     slope = (last.peak - first.peak) / (last.batch - first.batch)
@@ -84,7 +87,7 @@ def _line(done: Sequence[Trial], limit: float) -> int:
 
 
 def attempt(step: Callable[[int], object], batch: int, device: torch.device) -> Trial:
-    """Weigh a step, then time another: the first of a batch may be the one that is compiled."""
+    """Measure the memory of one step and the time of another, because the first step of a batch may compile."""
     cuda = device.type == "cuda"
     gc.collect()
     if cuda:
@@ -100,7 +103,7 @@ def attempt(step: Callable[[int], object], batch: int, device: torch.device) -> 
 
 
 def timed(step: Callable[[int], object], batch: int, device: torch.device, times: int = 1) -> float:
-    """Milliseconds of a step, from an idle device to an idle device, over `times` of them."""
+    """Return the milliseconds per step, over `times` steps from an idle device to an idle device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -112,7 +115,7 @@ def timed(step: Callable[[int], object], batch: int, device: torch.device, times
 
 
 def room(device: torch.device) -> float:
-    """Bytes that tensors of this process may take, all together."""
+    """Return the bytes that all tensors of this process may take together."""
     if device.type != "cuda":
         return float("inf")
     gc.collect()

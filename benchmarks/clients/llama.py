@@ -1,8 +1,8 @@
-"""A Llama with ReLU feed-forward blocks and a static cache; blocks are compiled once and share their code.
+"""A Llama with ReLU feed-forward blocks and a static cache; all blocks share one compiled code.
 
-Random weights, made so that a wanted share of the neurons is active in every layer: one feature of the residual stream
-is constant, and every gate's weight for it is the threshold that the layer's own inputs ask for. Tokens of a text have
-nothing in common then; with `alike`, their embeddings have a direction in common, as those of a real text do.
+The weights are random, but a given share of the neurons is active in every layer: one feature of the residual stream is
+constant, and every gate's weight for it acts as a threshold that is set from the layer's own inputs. The tokens of a
+text then have nothing in common. With `alike`, their embeddings share a direction, as in a real text.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import sparse_inductor
 from benchmarks.bench import NotRewritten, fresh
 
 PATTERN = "relu_ffn"
-# The constant feature, in standard deviations of the others before they are normalised.
+# The constant feature, in standard deviations of the other features before normalisation.
 CONSTANT = 4.0
-# Subjects a text may have, each a part of the vocabulary.
+# The number of possible subjects of a text; each has a part of the vocabulary.
 SUBJECTS = 64
-# Neurons of a text that are looked at for how much its tokens share.
+# The number of a text's most often active neurons, among which the active neurons of its tokens are counted.
 SHARED = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The model's shape; `context` tokens fit into the cache."""
+    """The model's shape. The cache holds `context` tokens."""
 
     layers: int = 28
     hidden: int = 2048
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.qkv, self.out = weights(3 * K, K, 1.0), weights(K, K, 0.3)
         self.gate, self.up, self.down = weights(N, K, 1.0), weights(N, K, 1.0), weights(K, N, 1.0)
         self.gate[:, 0] = 0
-        self.out[0], self.down[0] = 0, 0  # the constant feature stays as it is
+        self.out[0], self.down[0] = 0, 0  # no block changes the constant feature
         ones = [nn.Parameter(torch.ones(K, **like), requires_grad=False) for _ in range(2)]
         self.norms = nn.ParameterList(ones)
         size = (rows, sizes.heads, sizes.context, K // sizes.heads)
@@ -70,7 +70,10 @@ class Block(nn.Module):
             self.register_buffer(name, torch.zeros(size, **like), persistent=False)
 
     def forward(self, x: Tensor, turn: Tensor, at: Tensor, keep: Tensor | None) -> Tensor:
-        """x [B, L, K] at the positions `at`; keep [L, context] masks the cache, None: attend within x, causally."""
+        """Run the block on x [B, L, K] at the positions `at`.
+
+        keep [L, context] masks the cache; if it is None, x attends only to itself, causally.
+        """
         x = x + self.attention(x, turn, at, keep)
         h = self.normalised(x)
         return x + F.linear(F.relu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down)
@@ -88,30 +91,33 @@ class Block(nn.Module):
         return F.linear(found.transpose(1, 2).reshape(x.shape), self.out)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """What the feed-forward block reads."""
+        """Return the input of the feed-forward block."""
         return F.rms_norm(x, x.shape[-1:], self.norms[1], 1e-6)
 
 
 def _of_one(q: Tensor, keys: Tensor, values: Tensor, keep: Tensor) -> Tensor:
-    """Attention of one token, q [B, H, 1, D], written out: Inductor reads keys and values once each, where attention
-    kernels made for many queries leave most of the GPU idle."""
+    """Compute attention of one token, q [B, H, 1, D], with plain operations.
+
+    Inductor then reads keys and values once each, whereas attention kernels for many queries leave most of the GPU
+    idle.
+    """
     scores = (keys * q).float().sum(-1) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~keep, -torch.inf).softmax(-1)
     return (values * weights.unsqueeze(-1)).sum(2, keepdim=True).to(q.dtype)
 
 
 def _turned(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotary positions; turn [2, L, D] holds cosines and sines."""
+    """Apply rotary positions; turn [2, L, D] holds cosines and sines."""
     left, right = x.chunk(2, -1)
     return x * turn[0] + torch.cat([-right, left], -1) * turn[1]
 
 
 class Llama:
-    """Random weights with `share` of the neurons active; `rows` sequences at once.
+    """A model with random weights and `share` of its neurons active, which runs `rows` sequences at once.
 
-    alike: share of an embedding's variance that is its subject's; the tokens of a prompt have one subject.
-    active, shared: shares of the neurons that are active, and of these that are among the SHARED neurons that their
-    text has active most often; means over the layers.
+    alike: the share of an embedding's variance that is due to its subject; all tokens of a prompt have the same
+    subject. active: the share of the neurons that are active. shared: the share of these active neurons that are among
+    the SHARED most often active neurons of their text. Both are means over the layers.
     """
 
     def __init__(
@@ -144,14 +150,15 @@ class Llama:
 
     @torch.no_grad()
     def _activate(self, share: float) -> tuple[float, float]:
-        """Set every gate's threshold from the layer's inputs; returns `active` and `shared` then."""
+        """Set every gate's threshold from the layer's inputs; return the resulting `active` and `shared`."""
         x, at = self.embedding[self.prompt], torch.arange(self.sizes.context, device=self.device)
         found = []
         for block in self.blocks:
             texts = block.normalised(x + block.attention(x, self.turn, at, None))
             h = texts.flatten(0, 1)
             h = h[:: max(1, len(h) // 1024)]
-            # gate . h > 0, the constant feature left out, over that feature: where a share lies above.
+            # gate[:, 0] is still 0, so a neuron is active if this ratio exceeds the threshold -gate[:, 0]. The quantile
+            # of the ratios is the threshold at which `share` of the neurons are active.
             needed = (F.linear(h, block.gate).float() / h[:, :1].float()).flatten()
             block.gate[:, 0] = -needed.kthvalue(int((1 - share) * len(needed))).values
             times = [(F.linear(text, block.gate) > 0).float().sum(0) for text in texts]
@@ -172,7 +179,7 @@ class Llama:
         return F.linear(F.rms_norm(x[:, -1], x.shape[-1:]), self.last)
 
     def prefill(self, run: Callable[..., Tensor]) -> Callable[[], Tensor]:
-        """The prompt in one go; logits of its last token."""
+        """Return a function that runs the whole prompt and returns the logits of its last token."""
         at = torch.arange(self.sizes.context, device=self.device)
 
         @torch.no_grad()
@@ -182,7 +189,7 @@ class Llama:
         return work
 
     def decode(self, run: Callable[..., Tensor]) -> Callable[[], Tensor]:
-        """The next token, near the end of the cache; greedy."""
+        """Return a function that greedily decodes the next token, near the end of the cache."""
         last = self.sizes.context - 1
         at = torch.tensor([last], device=self.device)
         keep = torch.arange(self.sizes.context, device=self.device)[None] <= at[:, None]
@@ -196,7 +203,7 @@ class Llama:
 
 
 def contender(name: str) -> Callable[..., Tensor]:
-    """A way to run a block."""
+    """Return a contender's function that runs a block."""
     if name == "eager":
         return Block.forward
     options = sparse_inductor.options(only=PATTERN, policy="always") if name == "ours" else None
@@ -204,7 +211,7 @@ def contender(name: str) -> Callable[..., Tensor]:
 
 
 def checked(name: str, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The work, run once; raises NotRewritten unless just "ours" was rewritten."""
+    """Run the work once and return it. Raises NotRewritten if "ours" was not rewritten or another contender was."""
     before = len(sparse_inductor.report().rewrites)
     work()
     if (len(sparse_inductor.report().rewrites) > before) != (name == "ours"):

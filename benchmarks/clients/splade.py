@@ -1,7 +1,7 @@
 """Training a SPLADE encoder of BERT-base's shape: masked-LM model, max pooling, contrastive loss, FLOPS regulariser.
 
-Every encoder layer is compiled once and its code shared by all of them (regional compilation); what is rewritten, from
-the masked-LM head to the loss, is compiled as a whole. Both contenders train the same weights.
+All encoder layers share one compiled code (regional compilation). The program from the masked-LM head to the loss,
+which contains the rewrite, is compiled as a whole. Both contenders train the same weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATTERN = "splade_head"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The encoder's shape, `tokens` a text."""
+    """The encoder's shape. A text has `tokens` tokens."""
 
     vocabulary: int
     layers: int = 12
@@ -37,7 +37,7 @@ class Sizes:
 
 
 class Head(nn.Module):
-    """From the encoder's last states to the loss, as in naver/splade; half of the batch are queries."""
+    """The program from the encoder's last states to the loss, as in naver/splade. Half of the batch are queries."""
 
     def __init__(self, predictions: nn.Module) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Head(nn.Module):
         return loss_of(self.values(hidden, attention_mask))
 
     def values(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, V]: one representation a text."""
+        """Return one representation per text, [B, V]."""
         logits = self.predictions(hidden)
         weights = torch.log1p(torch.relu(logits)) * attention_mask.unsqueeze(-1)
         return torch.max(weights, dim=1).values
 
 
 class Training:
-    """Steps of either contender on random texts."""
+    """Training steps of any contender on random texts."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         from transformers import BertConfig, BertForMaskedLM
@@ -69,7 +69,7 @@ class Training:
             self.mlm = BertForMaskedLM(config).train()
         self.sizes, self.device = sizes, device
         self.checkpointing = False
-        # The steps are real; so small a rate keeps the share of active terms where it is.
+        # The steps update the weights, but the learning rate is so small that the share of active terms stays the same.
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.mlm.parameters(), lr=1e-8, fused=fused)
         bert = self.mlm.bert
@@ -86,7 +86,7 @@ class Training:
         self.texts = Texts(sizes, device)
 
     def step(self, name: str, batch: int) -> Tensor:
-        """One training step of a contender; the loss."""
+        """Run one training step of a contender; return the loss."""
         ids, mask = self.texts.of(batch)
         before = _rewritten()
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -113,8 +113,10 @@ class Training:
 
     @torch.no_grad()
     def activate(self, share: float | None, texts: int = 8) -> float:
-        """Shift the head's bias until `share` of the terms are active (None: the bias of an untrained model, 0);
-        returns the share that is."""
+        """Shift the head's bias so that `share` of the terms are active; return the measured share.
+
+        If `share` is None, the bias is 0, as in an untrained model.
+        """
         bias = self.mlm.cls.predictions.decoder.bias
         bias.zero_()
         ids, mask = self.texts.of(texts)
@@ -123,7 +125,10 @@ class Training:
             return (self.head.values(hidden, mask) > 0).float().mean().item()
 
     def _shifted(self, ids: Tensor, mask: Tensor, share: float | None) -> Tensor:
-        """The bias moved; returns the last states. In an autocast of its own: autocast keeps the bias it has cast."""
+        """Shift the bias; return the last states.
+
+        The autocast context is separate from the caller's, because autocast caches the bias that it has cast.
+        """
         with torch.autocast(self.device.type, torch.bfloat16):
             hidden = self._encode(ids, mask)
             if share is not None:
@@ -137,7 +142,7 @@ class Training:
 
 @functools.cache
 def _code(name: str) -> Callable[..., Tensor]:
-    """The head's code for a contender: what is compiled serves every model of the same shape."""
+    """Return the head's code for a contender, cached so that all models of the same shape share one compilation."""
     return fresh(Head.forward)
 
 
@@ -146,14 +151,14 @@ def _rewritten() -> int:
 
 
 class Texts:
-    """Random token ids; `padded` texts have random lengths, half of `tokens` on average."""
+    """Random token ids. If `padded` is set, texts have random lengths, half of `tokens` on average."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
         self.padded = False
 
     def of(self, batch: int) -> tuple[Tensor, Tensor]:
-        """ids and mask [batch, tokens], the same ones for the same batch."""
+        """Return ids and mask [batch, tokens], which are always the same for the same batch size."""
         drawn = torch.Generator(self.device).manual_seed(batch)
         size, like = (batch, self.sizes.tokens), {"device": self.device, "generator": drawn}
         ids = torch.randint(0, self.sizes.vocabulary, size, **like)
@@ -164,6 +169,6 @@ class Texts:
 
 
 def _any_batch(tensor: Tensor) -> Tensor:
-    """Compile for any batch: the search must not compile anew."""
+    """Mark the batch size as dynamic, so that the search for the largest batch does not recompile."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor

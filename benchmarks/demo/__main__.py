@@ -1,7 +1,7 @@
 """`python -m benchmarks.demo`: train and encode with a SPLADE model, first as torch.compile does it, then rewritten.
 
-Prints what was rewritten, how far both are from a reference in higher precision, and time and memory side by side.
-The exit status is 0 when the head was rewritten and its numbers are right.
+Prints the rewrites, the errors of both programs against a reference in higher precision, and time and memory side by
+side. The exit status is 0 if the head was rewritten and its errors are within limits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from .model import Sizes
 
-# The rewritten program may be this much further from the reference than the unrewritten one: a factor, and what
-# rounding may do besides. Where two positions nearly tie, the winner, and with it a gradient, hangs on a rounding.
+# The error of the rewritten program may be this factor times that of the unrewritten one, plus an allowance for
+# rounding. If two positions nearly tie, rounding decides the maximum and thereby the position that gets the gradient.
 _FACTOR = 1.5
 _ROUNDING = {
     "cpu": {"value_error": 1e-5, "gradient_error": 2e-3},
@@ -33,7 +33,7 @@ _ROUNDING = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; ends the process with a message where it makes no sense."""
+    """Parse the command line; exit with a message if it is invalid."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument(
         "--model", metavar="NAME_OR_PATH", help="a masked-LM checkpoint (default: random weights)"
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; return the exit status."""
     asked = parse(argv)
     started = time.monotonic()
     print("sparse_inductor demo: loading torch and transformers ...", flush=True)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sizes(asked: argparse.Namespace, device: torch.device, folder: str) -> Sizes:
-    """The defaults are what the machine can do in a few minutes."""
+    """Return the sizes. The defaults are chosen so that the machine needs a few minutes."""
     import torch
 
     from .model import Sizes
@@ -140,7 +140,7 @@ def _introduction(sizes: Sizes, device: torch.device) -> str:
 
 
 def _make_tokenizer(sizes: Sizes) -> None:
-    """Built once, for both sides."""
+    """Build the tokenizer once, for both sides."""
     from .model import sentences, train_tokenizer
 
     tokenizer = train_tokenizer(sentences(), sizes.vocab)
@@ -154,7 +154,7 @@ def _make_tokenizer(sizes: Sizes) -> None:
 def _side(
     sizes: Sizes, device: torch.device, rewritten: bool, folder: Path
 ) -> dict[str, Any] | None:
-    """Run one side in its own process; None, with a word about it, when it fails."""
+    """Run one side in a separate process; print a message and return None if it fails."""
     from benchmarks.measure import RETURN_MEMORY, ROOT
 
     name = "rewritten" if rewritten else "unrewritten"
@@ -165,7 +165,7 @@ def _side(
         "rewritten": rewritten,
         "result": str(result),
     }
-    # In the caller's folder, from where a relative --model is found.
+    # The working directory stays the caller's, because --model may be a relative path.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, **RETURN_MEMORY, "PYTHONPATH": path}
     command = [sys.executable, "-m", "benchmarks.demo.side", json.dumps(asked)]
@@ -177,7 +177,7 @@ def _side(
 
 
 def _conclude(plain: dict[str, Any], ours: dict[str, Any], device: torch.device) -> list[str]:
-    """Print the report and the tables; returns what is wrong."""
+    """Print the report and the tables; return the list of errors."""
     from benchmarks.publish import aligned
 
     print("\n" + ours["report"] + "\n")
@@ -188,10 +188,10 @@ def _conclude(plain: dict[str, Any], ours: dict[str, Any], device: torch.device)
 
 
 def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any], device: str) -> list[str]:
-    """What is wrong with the rewritten side, if anything."""
+    """Return the errors of the rewritten side, if any."""
     wrong = [] if ours["rewrites"] else ["the head was not rewritten"]
     for what, rounding in _ROUNDING[device].items():
-        if not ours[what] <= _FACTOR * plain[what] + rounding:  # not a number is wrong, too
+        if not ours[what] <= _FACTOR * plain[what] + rounding:  # NaN counts as wrong, too
             name = what.replace("_", " ")
             wrong.append(f"{name} {ours[what]:.2g} against {plain[what]:.2g} unrewritten")
     return wrong

@@ -1,4 +1,4 @@
-"""What a SPLADE user writes: the encoder, its tokenizer, the loss. Nothing here knows about sparse_inductor."""
+"""The code of a SPLADE user: the encoder, its tokenizer and the loss. It does not depend on sparse_inductor."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Splade(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the demo runs on; `model` is a checkpoint's name or path, or None for random weights.
+    """The model and the sizes of the demo. `model` is a checkpoint's name or path, or None for random weights.
 
-    `tokenizer` is where the tokenizer is: the checkpoint, or a folder.
+    `tokenizer` is the location of the tokenizer: the checkpoint, or a folder.
     """
 
     model: str | None
@@ -46,7 +46,7 @@ class Sizes:
 
 
 def load(sizes: Sizes) -> Splade:
-    """The encoder: of a checkpoint, or with random weights, the same ones every time."""
+    """Load the encoder of a checkpoint, or make one with random weights that are the same every time."""
     if sizes.model is not None:
         from transformers import AutoModelForMaskedLM
 
@@ -72,7 +72,7 @@ def load(sizes: Sizes) -> Splade:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Two runs are to be comparable number by number."""
+    """Disable dropout, so that the numbers of two runs can be compared one by one."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -82,7 +82,7 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def sentences() -> list[str]:
-    """The shipped texts, a sentence each."""
+    """Return the sentences of the texts in the repository."""
     lines = [
         line.strip()
         for path in sorted(TEXTS.glob("*.txt"))
@@ -92,7 +92,7 @@ def sentences() -> list[str]:
 
 
 def load_tokenizer(sizes: Sizes) -> Any:
-    """The checkpoint's own, or the one that `train_tokenizer` made."""
+    """Load the tokenizer of the checkpoint, or the tokenizer that `train_tokenizer` built."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = AutoTokenizer if sizes.model is not None else PreTrainedTokenizerFast
@@ -100,7 +100,7 @@ def load_tokenizer(sizes: Sizes) -> Any:
 
 
 def train_tokenizer(texts: Sequence[str], vocab: int) -> Any:
-    """A BERT-like lower-casing WordPiece tokenizer, built from `texts`; ties fall differently in every process."""
+    """Build a BERT-like lower-casing WordPiece tokenizer from `texts`. Ties are broken differently in every process."""
     from tokenizers import (
         Tokenizer,
         decoders,
@@ -134,7 +134,7 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Queries, then as many documents, in one padded batch: [2 * pairs, S]."""
+    """Queries followed by equally many documents, in one padded batch: [2 * pairs, S]."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -144,7 +144,7 @@ class Batch:
 
 
 def batches(tokenizer: Any, sizes: Sizes) -> list[Batch]:
-    """One a training step: a sentence is the query, the three that follow are its document."""
+    """Return one batch per training step. A sentence is the query; the three sentences after it are its document."""
     lines = sentences()
     made = []
     for step in range(sizes.steps):
@@ -156,7 +156,7 @@ def batches(tokenizer: Any, sizes: Sizes) -> list[Batch]:
 
 
 def encode(tokenizer: Any, texts: Sequence[str], seq: int) -> Batch:
-    """Texts as ids, cut and padded to `seq`."""
+    """Return the token ids and the mask of the texts, truncated and padded to `seq`."""
     out = tokenizer(
         list(texts), padding="max_length", truncation=True, max_length=seq, return_tensors="pt"
     )
@@ -164,7 +164,7 @@ def encode(tokenizer: Any, texts: Sequence[str], seq: int) -> Batch:
 
 
 def loss_of(representations: Tensor) -> Tensor:
-    """In-batch contrastive loss with the FLOPS regulariser of both sides (SPLADE v2, equations 5 and 6)."""
+    """Return the in-batch contrastive loss with the FLOPS regulariser of both sides (SPLADE v2, equations 5 and 6)."""
     if representations.dtype in (torch.bfloat16, torch.float16):
         representations = representations.float()
     queries, documents = representations.chunk(2)
@@ -176,7 +176,7 @@ def loss_of(representations: Tensor) -> Tensor:
 
 
 def top_terms(values: Tensor, tokenizer: Any, count: int) -> list[tuple[str, float]]:
-    """The largest entries of one representation [V] that the tokenizer has a word for."""
+    """Return the largest entries of one representation [V], among those for which the tokenizer has a word."""
     known = values[: len(tokenizer)].float()
     best = known.topk(min(count, len(known)))
     words = [tokenizer.decode([at]).strip() for at in best.indices.tolist()]

@@ -1,4 +1,4 @@
-"""One side of the demo, in a process of its own so that its memory is its own: unrewritten or rewritten."""
+"""One side of the demo, unrewritten or rewritten, in a separate process so that its memory is measured separately."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from benchmarks.measure import PeakMeter
 
 from .model import Batch, Sizes, Splade, batches, load, load_tokenizer, loss_of, top_terms
 
-# Gradients below this share of the largest tensor's are rounding noise: that of a key's bias is zero in exact
-# arithmetic.
+# Gradients with less than this share of the largest norm are rounding noise. For example, the gradient of a key's bias
+# is zero in exact arithmetic.
 _NOISE = 1e-4
 
 
 @dataclasses.dataclass
 class Found:
-    """What one side found out; times in ms, memory in bytes over what was there before the step."""
+    """The results of one side. Times are in ms unless named otherwise, memory in bytes over the start of the step."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     first_step_s: float = 0.0
@@ -51,7 +51,7 @@ class Found:
 
 
 class Side:
-    """Builds, trains, encodes and compares one side."""
+    """One side: its model is built, trained, used for encoding and compared with a reference."""
 
     def __init__(self, sizes: Sizes, device: torch.device, rewritten: bool) -> None:
         self.sizes = sizes
@@ -61,11 +61,11 @@ class Side:
         self.found = Found()
 
     def say(self, text: str) -> None:
-        """Progress, for somebody who waits."""
+        """Print progress."""
         print(f"  {self.name}: {text}", flush=True)
 
     def run(self) -> Found:
-        """Everything, in the order in which memory is least disturbed."""
+        """Run everything, in the order that disturbs the memory measurements least."""
         self.say("building the encoder")
         model, tokenizer = load(self.sizes), load_tokenizer(self.sizes)
         data = [batch.to(self.device) for batch in batches(tokenizer, self.sizes)]
@@ -86,7 +86,7 @@ class Side:
         self._compare(values, gradients, data[0])
         return self.found
 
-    # Under CUDA the encoder runs as people train it, in bf16 autocast.
+    # On CUDA the encoder runs in bf16 autocast, as is usual in training.
     def _autocast(self) -> Any:
         return (
             torch.autocast("cuda", torch.bfloat16)
@@ -97,7 +97,7 @@ class Side:
     def _train(
         self, compiled: Callable[..., Tensor], model: Splade, data: list[Batch]
     ) -> tuple[Tensor, list[Tensor]]:
-        """All steps; representations and gradients of the first, when both sides still have the same weights."""
+        """Run all steps. Returns representations and gradients of the first, when both sides have the same weights."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
         values, gradients = torch.empty(0), []
         times: list[float] = []
@@ -127,7 +127,7 @@ class Side:
         return values, gradients
 
     def _encode(self, compiled: Callable[..., Tensor], model: Splade, batch: Batch) -> Tensor:
-        """The representations of one batch, without gradients; the second pass is the one that counts."""
+        """Return the representations of one batch, without gradients. The second pass is measured."""
         model.eval()
         self.say("encoding (it compiles)")
         times: list[float] = []
@@ -152,7 +152,7 @@ class Side:
             torch.cuda.synchronize()
 
     def _compare(self, values: Tensor, gradients: list[Tensor], batch: Batch) -> None:
-        """Errors of the first step against the same step in higher precision, eagerly and unrewritten."""
+        """Compute the errors of the first step against the same step, unrewritten, eager and in higher precision."""
         precise = torch.float32 if self.device.type == "cuda" else torch.float64
         self.say(f"comparing with the eager program in {str(precise).removeprefix('torch.')}")
         gc.collect()
@@ -172,24 +172,24 @@ class Side:
 
 
 def _gradients(model: nn.Module, copy: bool = True) -> list[Tensor]:
-    """The gradients, in the order of the parameters."""
+    """Return the gradients in the order of the parameters."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return [g.clone() for g in found] if copy else found
 
 
 def _error(value: Tensor, exact: Tensor) -> float:
-    """‖value - exact‖ / ‖exact‖; infinite where something is not finite."""
+    """Return ‖value - exact‖ / ‖exact‖, or infinity if that is not finite."""
     error = ((value.to(exact.dtype) - exact).norm() / exact.norm()).item()
     return error if error < float("inf") else float("inf")
 
 
 def main() -> int:
-    """`python -m benchmarks.demo.side JSON`: run one side, write what it found where the caller asks."""
+    """`python -m benchmarks.demo.side JSON`: run one side and write its results to the caller's file."""
     asked = json.loads(sys.argv[1])
     side = Side(Sizes(**asked["sizes"]), torch.device(asked["device"]), asked["rewritten"])
     try:
         found = side.run()
-    except (OSError, ValueError) as error:  # a model that is not there, or is no masked LM
+    except (OSError, ValueError) as error:  # the model does not exist or is not a masked LM
         where = f"--model {side.sizes.model}: " if side.sizes.model is not None else ""
         print(f"error: {where}{' '.join(str(error).split())[:600]}", file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""One module a family of rewrites: `python -m benchmarks NAME` runs `benchmarks.families.NAME.run`."""
+"""One module per family of rewrites: `python -m benchmarks NAME` runs `benchmarks.families.NAME.run`."""

@@ -1,7 +1,7 @@
-"""Sparse search on a CPU by published packages, and by the loop that people write with numba.
+"""Sparse search on a CPU with published packages, and with the loop that users write with numba.
 
-Each contender is made of documents [N, terms] and queries [B, terms] as scipy's CSR, and gives for every query the ids
-of k documents with the largest scores, in any order. All but seismic are exact.
+Each contender is built from documents [N, terms] and queries [B, terms] in scipy's CSR format. It returns for every
+query the ids of the k documents with the largest scores, in any order. All contenders but seismic are exact.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 Search = Callable[[], np.ndarray]
-"""Gives ids [B, k]."""
+"""Returns ids [B, k]."""
 Make = Callable[[Any, Any, int, int], Search]
-"""Of documents, queries, k and how many threads."""
+"""Builds a search from documents, queries, k and the number of threads."""
 
 RECALL = 0.977
-"""What an approximate index is asked for."""
+"""The recall that an approximate index must reach."""
 
 
 def scipy_product(documents: Any, queries: Any, k: int, threads: int) -> Search:
-    """`queries @ documents.T`, both sparse, and argpartition of each row; scipy has one thread."""
+    """Search with `queries @ documents.T`, both sparse, and argpartition of each row; scipy uses one thread."""
     columns = documents.T.tocsr()
 
     def search() -> np.ndarray:
@@ -38,7 +38,7 @@ def scipy_product(documents: Any, queries: Any, k: int, threads: int) -> Search:
 
 
 def sparse_dot_topn(documents: Any, queries: Any, k: int, threads: int) -> Search:
-    """`sp_matmul_topn`, which keeps the best of each row while it multiplies."""
+    """Search with `sp_matmul_topn`, which keeps the largest products of each row while it multiplies."""
     import sparse_dot_topn as package
 
     columns = documents.T.tocsr()
@@ -51,7 +51,7 @@ def sparse_dot_topn(documents: Any, queries: Any, k: int, threads: int) -> Searc
 
 
 def numba_postings(documents: Any, queries: Any, k: int, threads: int) -> Search:
-    """A loop over the postings of each query's terms, compiled by numba, the queries spread over threads."""
+    """Search with a loop over the posting lists of each query's terms, compiled by numba and parallel over queries."""
     import numba
 
     postings = documents.tocsc()
@@ -68,7 +68,7 @@ def numba_postings(documents: Any, queries: Any, k: int, threads: int) -> Search
                     scores[ids[i]] += weight * values[i]
             least = np.partition(scores, N - k)[N - k]
             n = 0
-            for above in (True, False):  # of equal ones as many as there is room for
+            for above in (True, False):  # ties fill the remaining places
                 for d in range(N):
                     if n < k and (scores[d] > least if above else scores[d] == least):
                         found[b, n] = d
@@ -86,7 +86,7 @@ def numba_postings(documents: Any, queries: Any, k: int, threads: int) -> Search
 
 
 def seismic_index(documents: Any) -> Any:
-    """The package's index of documents, by its own settings."""
+    """Build the package's index of documents with its default settings."""
     import seismic as package
 
     N, terms = documents.shape
@@ -101,7 +101,10 @@ def seismic_index(documents: Any) -> Any:
 def seismic(
     index: Any, queries: Any, k: int, threads: int, exact: np.ndarray
 ) -> tuple[Search, str]:
-    """The fastest settings of those tried that find `RECALL` of `exact`, ids [B, k]; and what they are."""
+    """Return the fastest search among several settings that finds `RECALL` of the ids `exact` [B, k], and its settings.
+
+    Raises RuntimeError if none of the settings does.
+    """
     import seismic as package
 
     kind = package.get_seismic_string()
@@ -140,4 +143,4 @@ EXACT: dict[str, Make] = {
     "sparse_dot_topn": sparse_dot_topn,
     "numba": numba_postings,
 }
-"""By the name of the package that is needed."""
+"""The exact searches by the name of the package that they need."""

@@ -1,13 +1,13 @@
 """Whole models: SPLADE training, a ReLU Llama, an entmax encoder.
 
-Contenders, in one process and in turn, with the same weights: the model run eagerly where that makes sense ("eager"),
-under torch.compile ("compile"), and compiled with the pattern enabled ("ours"). The encoder with entmax attention is
-measured against itself with softmax attention in its place, for which torch chooses the kernel ("softmax"): another
-model. Encoder layers and blocks are compiled once each and their code is shared (regional compilation), by all alike.
+The contenders run in one process, take turns and have the same weights: the model run eagerly where that makes sense
+("eager"), under torch.compile ("compile"), and compiled with the pattern enabled ("ours"). The encoder with entmax
+attention is compared with a different model: the same encoder with softmax attention, for which torch chooses the
+kernel ("softmax"). For all contenders, encoder layers and blocks share one compiled code (regional compilation).
 
-SPLADE is trained with the largest batch that the GPU's memory holds, which each contender finds for itself: the line
-through the last two peaks says where to look. Training steps are timed from an idle GPU to an idle
-GPU, host and optimizer included; the others as everywhere here.
+SPLADE is trained with the largest batch that fits into the GPU's memory. It is determined for each contender
+separately, by extrapolating the last two memory peaks. SPLADE training steps are timed from an idle GPU to an idle GPU,
+host and optimizer included; all other times are measured as described in `benchmarks.measure`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.measure import MIB, Timing, Work
 from benchmarks.publish import Point
 
 NAMES = ("compile", "ours")
-# Of [batch, V]: what models keep that are trained with a FLOPS regulariser.
+# The share of active entries of [batch, V], as in models that are trained with a FLOPS regulariser.
 ACTIVE = 0.02
-# With this, 512 neurons hold about five sixths of those that a text's tokens have active, as in the benchmark of the
-# feed-forward block alone.
+# With this value, about five sixths of the active neurons of a text's tokens are among 512 neurons, as in the benchmark
+# of the feed-forward block alone.
 ALIKE = 0.4
 
 
@@ -52,7 +52,7 @@ def run(bench: Bench) -> None:
 
 
 class Splade:
-    """One model, trained by each contender with the largest batch it can."""
+    """One model, trained by each contender with the largest batch that fits."""
 
     def __init__(self, bench: Bench, sizes: splade.Sizes, axis: str, start: int = 16) -> None:
         self.bench, self.axis = bench, axis
@@ -61,12 +61,12 @@ class Splade:
         self.start, self.most = (4, 8) if bench.quick else (start, 2**20)
         self.unit = 4 if bench.quick else 16
         if bench.device.type == "cuda":
-            # Segments that grow: without, fragments decide what fits.
+            # Without expandable segments, fragmentation decides which batches fit.
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         bench.results.fixed["tokens a text"] = sizes.tokens
 
     def search(self, name: str) -> list[Trial]:
-        """Every batch that was tried, the largest that fits last; points of the plot."""
+        """Find the largest batch. Returns the trials that fit, the largest last, and adds them to the plot."""
         step = partial(self.training.step, name)
 
         def attempt(batch: int) -> Trial:
@@ -81,7 +81,7 @@ class Splade:
         return done
 
     def point(self, name: str, found: Trial) -> None:
-        """A point of the plot."""
+        """Add a point to the plot."""
         self.bench.point(Point(self.axis, found.batch, name, found.ms, found.peak))
 
     def _said(self, name: str, found: Trial) -> None:
@@ -90,7 +90,7 @@ class Splade:
         self.bench.say(f"{self.axis} {found.batch}: {name} {taken}{what}")
 
     def times(self, batches: dict[str, int], rounds: int = 1) -> dict[str, float]:
-        """Median ms of a step, contenders in turn, each with its own batch and after a warm-up step."""
+        """Return the median ms of a step. Contenders take turns, each with its own batch, after a warm-up step."""
         taken: dict[str, list[float]] = {name: [] for name in batches}
         for _ in range(rounds):
             for name, batch in batches.items():
@@ -99,7 +99,7 @@ class Splade:
                 if self.bench.cuda:
                     torch.cuda.empty_cache()
                 first = fit.timed(step, batch, self.bench.device)
-                # About a second each.
+                # Run each contender for about a second.
                 many = 1 if self.bench.quick else max(1, min(10, round(1000 / first)))
                 taken[name].append(fit.timed(step, batch, self.bench.device, many))
         return {name: statistics.median(found) for name, found in taken.items()}
@@ -111,7 +111,7 @@ class Splade:
         limits: Limits = NONE,
         rounds: int = 1,
     ) -> None:
-        """A row with samples a second, and a line a contender."""
+        """Record a row with samples per second, and a line for each contender."""
         taken = self.times(batches, rounds)
         rates = {name: batches[name] / ms * 1e3 for name, ms in taken.items()}
         for name, ms in taken.items():
@@ -133,7 +133,7 @@ def _splade(
     speed: Limits,
     checkpointing: bool = False,
 ) -> None:
-    """Largest batches, samples a second, and what else a reader wants to know of it."""
+    """Compare the largest batches and samples per second, also with random lengths and with an untrained model."""
     axis = f"batch, V {sizes.vocabulary}" + ", checkpointed" * checkpointing
     work = Splade(bench, sizes, axis, start)
     work.training.checkpointing = checkpointing
@@ -154,7 +154,7 @@ def _splade(
 
 
 def _same_batch(bench: Bench, case: str, found: dict[str, list[Trial]]) -> None:
-    """Time and memory of the largest batch that both have run."""
+    """Compare time and memory at the largest batch that both contenders have run."""
     theirs, mine = ({t.batch: t for t in found[name]} for name in NAMES)
     batch = max(theirs.keys() & mine.keys())
     a, b = theirs[batch], mine[batch]
@@ -168,7 +168,7 @@ def _same_batch(bench: Bench, case: str, found: dict[str, list[Trial]]) -> None:
 
 
 def _splade_eager(bench: Bench, case: str, sizes: splade.Sizes) -> None:
-    """What compiling alone brings."""
+    """Measure the eager model, to show the gain from compiling alone."""
     work = Splade(bench, sizes, f"batch, V {sizes.vocabulary}", 256)
     batch = work.search("eager")[-1].batch
     ms = work.times({"eager": batch}, 1)["eager"]
@@ -187,10 +187,11 @@ def _llama(
     limits: Limits = NONE,
     places: int = 1,
 ) -> None:
-    """Tokens a second of "prefill" or "decode", under one CUDA graph each.
+    """Compare tokens per second of "prefill" or "decode", each in one CUDA graph.
 
-    activity: (share of the neurons that is active, how alike the tokens of a text are); the first share is judged.
-    places: how often the weights are allocated anew, elsewhere; the median ratio counts.
+    activity: pairs (share of active neurons, `alike` of `llama.Llama`). Only pairs with the first share are judged.
+    places: how many times the model is measured, with its weights allocated at different addresses; the median ratio
+    counts.
     """
     runs = {name: llama.contender(name) for name in ("eager", *NAMES)}
     for share, alike in activity:
@@ -227,7 +228,7 @@ def _llama_at(
     runs: Mapping[str, Callable[..., Tensor]],
     place: int,
 ) -> tuple[str, Timing, Timing]:
-    """(the case, the time of "compile", of "ours") of a model whose weights are allocated for the call."""
+    """Measure a newly allocated model; return the name of the case and the times of "compile" and "ours"."""
     model = llama.Llama(sizes, bench.device, share, rows, alike)
     case = f"ReLU Llama {sizes}, {what}, {rows} x {sizes.context}, {model.active:.2%} active"
     if alike:
@@ -236,7 +237,7 @@ def _llama_at(
     works: dict[tuple[str, str], Work] = {}
     for name, run in runs.items():
         work = (model.prefill if what == "prefill" else model.decode)(run)
-        if "eager" in runs:  # the first model: for others nothing is compiled anew
+        if "eager" in runs:  # checked for the first model only: later ones reuse its code
             llama.checked(name, work)
         works[label, name] = graphed(work) if bench.cuda and not bench.quick else work
     taken = bench.race(works, 1.0, weigh=False)
@@ -248,7 +249,7 @@ def _llama_at(
 
 
 def _encoder(bench: Bench, sizes: encoder.Sizes, names: Sequence[str]) -> None:
-    """Against the last of the names, with the scores of random weights and as trained models have them."""
+    """Compare with the last of the names, for the scores of random weights and for scores as in trained models."""
     works = {name: encoder.Training(sizes, bench.device, name) for name in names}
     for kind in ("random weights", "trained scores"):
         if kind == "trained scores":
@@ -264,7 +265,7 @@ def _encoder(bench: Bench, sizes: encoder.Sizes, names: Sequence[str]) -> None:
         bench.compare(name, taken[case, "ours"], taken[case, names[-1]], limits)
 
 
-# --- What is measured where -------------------------------------------------------------------------------------------
+# --- The parts --------------------------------------------------------------------------------------------------------
 
 
 def _gpu_sections(bench: Bench) -> list[Section]:
@@ -295,7 +296,7 @@ def _gpu_sections(bench: Bench) -> list[Section]:
 
 
 def _cpu_sections(bench: Bench) -> list[Section]:
-    """Smaller models, batches that are given, and no floors."""
+    """Return parts with smaller models, fixed batches and no floors."""
     texts, batch = splade.Sizes(30522, 4, 256, 128), 8
     model, layers = llama.Sizes(4, 1024, 2816, 16, 8000, 128), encoder.Sizes(2, 256, 4, 1, 1024)
     if bench.quick:
@@ -311,7 +312,7 @@ def _cpu_sections(bench: Bench) -> list[Section]:
 
 
 def _splade_given(bench: Bench, sizes: splade.Sizes, batch: int) -> None:
-    """With this batch, and twice as many texts."""
+    """Measure this batch and twice as many texts; compare the contenders at this batch."""
     work = Splade(bench, sizes, f"batch, V {sizes.vocabulary}")
     for name in NAMES:
         for size in (batch, 2 * batch):

@@ -1,8 +1,8 @@
 """Entmax of rows: alpha-entmax over one dimension of a tensor, forward and backward.
 
-Contenders: the `entmax` package ("eager"), the same under torch.compile ("compile"), the same compiled after
-`sparse_inductor.enable()` ("ours"), the operator called directly ("operator"), and a copy of the tensor, which is the
-limit: every number read once and written once.
+The contenders are the `entmax` package ("eager"), the package under torch.compile ("compile"), the package compiled
+after `sparse_inductor.enable()` ("ours"), the operator called directly ("operator"), and a copy of the tensor ("copy"),
+which reads and writes every number once and so is the lower limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(bench: Bench) -> None:
 
 
 def package(x: Tensor, alpha: float | Tensor, exact: bool = True, halvings: int = 50) -> Tensor:
-    """The package's function for this alpha, over the last dimension."""
+    """Compute entmax over the last dimension with the package's function for this alpha."""
     import entmax
 
     if exact and isinstance(alpha, float) and alpha in (1.5, 2.0):
@@ -35,7 +35,7 @@ def package(x: Tensor, alpha: float | Tensor, exact: bool = True, halvings: int 
 
 
 class Rows(nn.Module):
-    """What users write."""
+    """Entmax of rows as users write it."""
 
     def __init__(self, alpha: float, exact: bool = True, halvings: int = 50) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Rows(nn.Module):
 
 
 class Case(common.Case):
-    """Random rows: scores of attention, normal with the paper's deviation of sqrt(6)."""
+    """Random rows like scores of attention: normal with the paper's standard deviation of sqrt(6)."""
 
     pattern = "entmax"
 
@@ -59,7 +59,7 @@ class Case(common.Case):
         quick: bool = False,
     ):
         torch.manual_seed(0)
-        # The package's own 50 halvings, which take a minute to compile.
+        # The package's default of 50 halvings takes a minute to compile, so `quick` uses fewer.
         self.alpha, self.module = alpha, Rows(alpha, exact, 20 if quick else 50)
         self.x = (torch.randn(*shape, device=device) * math.sqrt(6)).requires_grad_()
         self.inputs = self.wanted = (self.x,)
@@ -92,14 +92,14 @@ def _gpu_sections(bench: Bench) -> list[Section]:
 
 
 def _against_copy(bench: Bench, shape: Sequence[int], alpha: float, judged: bool) -> None:
-    """Time over the least time in which the numbers can be read and written, at the measured copy rate."""
+    """Compare with the least time in which the numbers can be read and written, at the measured copy rate."""
     case = Case(shape, bench.device, alpha, quick=bench.quick)
     names = _contenders(bench, case)
     if case.x.numel() > 2**26 or case.x.shape[-1] > 2**14:
-        names = [n for n in names if n != "eager"]  # its sort holds eight copies
+        names = [n for n in names if n != "eager"]  # its sort holds eight copies of x
     taken = bench.race(case.works([INFERENCE, TRAINING], [*names, "copy"]))
     moved = 2.0 * case.x.numel() * case.x.element_size()
-    # forward reads x and writes y; backward reads y and its gradient and writes x's.
+    # The forward reads x and writes y. The backward reads y and its gradient and writes the gradient of x.
     for kind, passes in ((INFERENCE, 1.0), (TRAINING, 2.5)):
         limit = bench.limits.ms(0, moved * passes)
         for name in ("ours", "operator"):

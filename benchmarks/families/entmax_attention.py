@@ -1,13 +1,13 @@
 """Entmax attention: scores, alpha-entmax over the keys, weighted sum of the values.
 
-Contenders, in one process and in turn: attention as users write it with the `entmax` package, eagerly ("eager") and
-compiled ("compile"), where its score matrices fit; the same module compiled after `sparse_inductor.enable()` ("ours");
-the operator called directly ("operator"); the `adasplash` package where it is installed ("adasplash"); softmax
-attention of the same shape by flash-attention 2 ("flash") and cuDNN ("cudnn"), which do another computation.
+The contenders run in one process and take turns: attention as users write it with the `entmax` package, eager ("eager")
+and compiled ("compile"), if its score matrices fit; the same module compiled after `sparse_inductor.enable()` ("ours");
+the operator called directly ("operator"); the `adasplash` package if it is installed ("adasplash"); and softmax
+attention of the same shape with flash-attention 2 ("flash") and cuDNN ("cudnn"), which compute a different function.
 
-What the attention costs depends on how many keys a row keeps. Three regimes: P, the paper's random data (query
-variance 6, a support of 6 to 8); M, a support of about 64; D, about 5 % of the keys. The query variance for M and D,
-and in P for another alpha than 1.5, is found by bisection on the data of the run.
+The cost depends on the support, the number of keys that a row keeps. There are three regimes: P, the paper's random
+data (query variance 6, a support of 6 to 8); M, a support of about 64; D, about 5 % of the keys. The query variances
+for M and D, and for P with an alpha other than 1.5, are found by bisection on the data of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.measure import MIB, Timing, Work, isolated, peak_memory
 
 from .entmax import package
 
-# Of each comparison on a GPU: ten rounds and more of calls of a few milliseconds.
+# Duration of each comparison on a GPU: at least ten rounds of calls of a few milliseconds.
 SECONDS = 1.5
 PATTERN = "entmax_attention"
 PAPER_VARIANCE = 6.0
@@ -73,18 +73,18 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the scores, the one product that cannot be avoided."""
+        """FLOPs of the scores, the only product that cannot be avoided."""
         pairs = self.L * (self.L + 1) / 2 if self.causal else self.L**2
         return 2.0 * self.B * self.H * pairs * self.D
 
     @property
     def score_bytes(self) -> float:
-        """Of one fp32 score matrix, which the unrewritten program holds several times."""
+        """Bytes of one fp32 score matrix. The unrewritten program holds several of them."""
         return 4.0 * self.B * self.H * self.L**2
 
 
 class Attention(nn.Module):
-    """Attention as people write it around the entmax package; `alpha`: a float, or None for learned per head."""
+    """Attention as users write it with the entmax package. `alpha` is a float, or None for a learned value per head."""
 
     def __init__(self, heads: int, causal: bool, alpha: float | None) -> None:
         super().__init__()
@@ -102,7 +102,10 @@ class Attention(nn.Module):
 
 
 class Case(common.Case):
-    """Random data for one shape. `variance` is the queries' (keys and values have 1): one for all, or one a row."""
+    """Random data for one shape. `variance` is the variance of the queries, one value or one per row.
+
+    Keys and values have variance 1.
+    """
 
     pattern = PATTERN
 
@@ -154,7 +157,7 @@ class Case(common.Case):
 
 
 def support(q: Tensor, k: Tensor, causal: bool, alpha: float, rows: int = 128) -> float:
-    """Mean number of keys that a row keeps, from some rows of the first head."""
+    """Return the mean number of keys that a row keeps, estimated from some rows of the first head."""
     at = torch.linspace(0, q.shape[-2] - 1, rows, device=q.device).long()
     with torch.no_grad():
         scores = q[0, 0, at].float() @ k[0, 0].float().T / math.sqrt(q.shape[-1])
@@ -165,7 +168,7 @@ def support(q: Tensor, k: Tensor, causal: bool, alpha: float, rows: int = 128) -
 
 
 def variance_for(shape: Shape, device: torch.device, wanted: float, alpha: float = 1.5) -> float:
-    """The query variance at which a row keeps `wanted` keys: the support falls as the variance grows."""
+    """Return the query variance at which a row keeps `wanted` keys. The support falls as the variance grows."""
     torch.manual_seed(0)
     q, k = (torch.randn(1, 1, shape.L, shape.D, device=device) for _ in range(2))
     low, high = 1e-8, 1000.0
@@ -216,7 +219,7 @@ def _limit(bench: Bench, shape: Shape) -> str:
 def _against_adasplash(
     bench: Bench, shape: Shape, floors: Sequence[float], goals: Sequence[float]
 ) -> None:
-    """The paper's data against the paper's kernels, and softmax attention beside them."""
+    """Compare with the paper's kernels on the paper's data; also measure softmax attention."""
     case = Case(shape, bench.device)
     names = ["ours", "operator", "flash", "cudnn"]
     if _installed(bench, case.label, "adasplash", "adasplash") and case.q.is_cuda:
@@ -234,7 +237,7 @@ def _against_softmax(
     floors: Sequence[float | None],
     goals: Sequence[float | None],
 ) -> dict[Label, Timing]:
-    """Against softmax attention of the same shape."""
+    """Compare with softmax attention of the same shape."""
     names = ["ours", "operator", "flash", "cudnn"]
     taken = bench.race(case.works([FORWARD, TRAINING], names), SECONDS)
     for kind, *limits in zip((FORWARD, TRAINING), floors, goals):
@@ -244,7 +247,7 @@ def _against_softmax(
 
 
 def _variances(bench: Bench, shape: Shape) -> dict[str, float]:
-    """The query variances of the regimes."""
+    """Return the query variance of each regime."""
     wanted = {"M": 64.0, "D": 0.05 * shape.L}
     if bench.quick:
         wanted = {"M": 0.4 * shape.L, "D": 0.6 * shape.L}
@@ -253,7 +256,7 @@ def _variances(bench: Bench, shape: Shape) -> dict[str, float]:
 
 
 def _regimes(bench: Bench, shape: Shape) -> None:
-    """Each regime against flash-attention 2, then rows of all three in one batch."""
+    """Compare each regime with flash-attention 2, then measure a batch with rows of all three regimes."""
     variances = _variances(bench, shape)
     limits = {"P": NONE, "M": (1.2, 0.7), "D": (2.0, 1.0)}
     alone: dict[str, list[Timing]] = {FORWARD: [], TRAINING: []}
@@ -276,8 +279,11 @@ def _regimes(bench: Bench, shape: Shape) -> None:
 
 
 def _alphas(bench: Bench, shape: Shape, regimes: str) -> None:
-    """Other alphas, called directly: in the same regime, so that a row keeps as many keys, and on the scores of alpha
-    1.5, of which a smaller one keeps more."""
+    """Compare other alphas with alpha 1.5, by calling the operator directly.
+
+    Each alpha is measured in the same regime, so that a row keeps equally many keys, and on the scores of alpha 1.5,
+    where a smaller alpha keeps more keys.
+    """
     for regime in regimes:
         _alphas_in(bench, shape, regime)
 
@@ -304,7 +310,7 @@ def _alphas_in(bench: Bench, shape: Shape, regime: str) -> None:
 
 
 def _against_unrewritten(bench: Bench, shape: Shape, seconds: float | None = None) -> None:
-    """The program without the rewrite, at a length where its score matrices fit."""
+    """Compare with the unrewritten program, at a length at which its score matrices fit."""
     case = Case(shape, bench.device)
     names = ["ours"] if bench.cuda else ["ours", "operator"]
     if _installed(bench, case.label, "eager", "entmax"):
@@ -315,7 +321,7 @@ def _against_unrewritten(bench: Bench, shape: Shape, seconds: float | None = Non
 
 
 def _workspace(bench: Bench, shape: Shape) -> None:
-    """Memory that is neither input, output nor gradient, in each regime's training step."""
+    """Measure the memory of a training step beyond inputs, outputs and gradients, in regime P."""
     case = Case(shape, bench.device)
     found = peak_memory(case.work(TRAINING, case.contender("ours")), bench.device)
     name = f"P {shape}, {TRAINING}: peak memory beyond inputs, outputs and gradients"
@@ -323,14 +329,17 @@ def _workspace(bench: Bench, shape: Shape) -> None:
 
 
 def _longest(bench: Bench, heads: int, lengths: Sequence[int]) -> None:
-    """The longest of these sequences whose training step runs: the operator's, as a million keys overflow the count of
-    the scores that Dynamo's fake tensors keep of the program as written."""
+    """Find the longest of these sequences at which a training step of the operator runs.
+
+    The program as written cannot be used: with a million keys, the number of its scores overflows in Dynamo's fake
+    tensors.
+    """
     done, notes = 0, []
     for length in lengths:
         case = Case(Shape(1, heads, length, True), bench.device)
         work = case.work(TRAINING, case.contender("operator"))
         try:
-            # Two calls that take seconds: the second is timed.
+            # A call takes seconds, so there are only two calls, of which the second counts.
             ms = [fit.timed(lambda _, work=work: work(), length, bench.device) for _ in range(2)][1]
         except torch.OutOfMemoryError:
             notes.append(f"{length}: out of memory")
@@ -343,7 +352,7 @@ def _longest(bench: Bench, heads: int, lengths: Sequence[int]) -> None:
 
 
 def row_sums(bench: Bench) -> None:
-    """How far a row's probabilities are from summing to 1: the values are all ones, in fp32."""
+    """Measure how far the sum of a row's probabilities is from 1, with values of all ones in fp32."""
     lengths = (64, 100) if bench.quick else (1000, 8192, 65536)
     variances = torch.tensor((0.0, 1e-4, 0.01, 0.3, 6.0, 100.0), device=bench.device)
     worst, where = 0.0, ""
@@ -377,12 +386,12 @@ def _cpu_times(bench: Bench, shape: Shape) -> None:
 
 
 def row_sums_cpu(bench: Bench) -> None:
-    """As on the GPU, at lengths that a CPU can take."""
+    """Run `row_sums` with lengths that are short enough for a CPU."""
     row_sums(dataclasses.replace(bench, quick=True))
 
 
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
-    """Peak resident memory over the inputs, each contender in a process of its own."""
+    """Compare peak resident memory over the inputs, with each contender in a separate process."""
     how = {"family": PATTERN, "sizes": dataclasses.astuple(shape), "kind": TRAINING}
     taken = {name: isolated(step, name=name, **how)["peak"] for name in ("compile", "ours")}
     mine, theirs = taken["ours"], max(1, taken["compile"])
@@ -395,7 +404,7 @@ def _cpu_memory(bench: Bench, shape: Shape) -> None:
 
 
 def _sweeps(bench: Bench) -> None:
-    """Training step over the length (the paper's data, causal) and over the support (at one length, full)."""
+    """Measure a training step over the length (the paper's data, causal) and over the support (at one length, full)."""
     if bench.quick:
         heads, lengths, at, supports = 2, [64], 64, [16]
     elif bench.cuda:
@@ -414,7 +423,7 @@ def _sweeps(bench: Bench) -> None:
 
 
 def _points(bench: Bench, axis: str, at: int, case: Case) -> None:
-    """All contenders at one place of the sweeps; the unrewritten program where ten score matrices fit."""
+    """Measure all contenders at one place of the sweeps; the unrewritten program only if ten score matrices fit."""
     names = ["ours", "flash", "adasplash"] if bench.cuda else ["ours"]
     free = torch.cuda.mem_get_info()[0] if case.q.is_cuda else 4e9
     if 10 * case.shape.score_bytes < free and importlib.util.find_spec("entmax"):

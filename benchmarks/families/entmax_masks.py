@@ -1,9 +1,9 @@
-"""Entmax attention with masks, short rows and a cache, beside softmax attention of the same program.
+"""Entmax attention with masks, short rows and a cache, compared with softmax attention in the same program.
 
-Contenders, in one process and in turn: attention as users write it with the `entmax` package, compiled ("compile"),
-where its score matrices fit; the same module compiled after `sparse_inductor.enable()` ("ours"); softmax attention with
-the same mask by each backend of SDPA that takes it, or by FlexAttention where a mask is a window. Queries and keys are
-standard normal, alpha is 1.5; in the case marked P the queries' variance is 6, the paper's.
+The contenders run in one process and take turns: attention as users write it with the `entmax` package, compiled
+("compile"), if its score matrices fit; the same module compiled after `sparse_inductor.enable()` ("ours"); and softmax
+attention with the same mask, by each backend of SDPA that supports it, or by FlexAttention if the mask is a window.
+Queries and keys are standard normal, and alpha is 1.5. In the case marked P, the query variance is 6, as in the paper.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(bench: Bench) -> None:
 
 
 class Attention(nn.Module):
-    """No mask; `Hkv` heads of keys and values are repeated for the queries' heads, as a decoder does it."""
+    """Attention without a mask. `Hkv` heads of keys and values are repeated for the query heads, as in decoders."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
         import entmax
@@ -72,7 +72,7 @@ def _repeated(t: Tensor, times: int) -> Tensor:
 
 
 class Causal(Attention):
-    """The program makes the mask."""
+    """Attention with a causal mask that the program makes."""
 
     def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -80,21 +80,21 @@ class Causal(Attention):
 
 
 class CausalPadded(Causal):
-    """Padding beside the program's own causal mask."""
+    """Attention with a padding mask in addition to the program's own causal mask."""
 
     def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
         return super().masked(scores).masked_fill(~given[0], float("-inf"))
 
 
 class Masked(Attention):
-    """A tensor says which keys are kept."""
+    """Attention with a boolean tensor of the keys to keep."""
 
     def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
         return scores.masked_fill(~given[0], float("-inf"))
 
 
 class Biased(Attention):
-    """A tensor is added."""
+    """Attention with a tensor that is added to the scores."""
 
     def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
         return scores + given[0]
@@ -102,7 +102,7 @@ class Biased(Attention):
 
 @dataclasses.dataclass
 class Case:
-    """One program, its tensors, and how SDPA is asked for the same mask."""
+    """One program, its tensors, and the arguments with which SDPA applies the same mask."""
 
     name: str
     program: Attention
@@ -110,15 +110,15 @@ class Case:
     """B, H, Hkv, Lq, Lk, D."""
     mask: Tensor | None = None
     causal: bool = False
-    """Whether SDPA is told so."""
+    """The argument `is_causal` of SDPA."""
     variance: float = 1.0
     width: int = 0
-    """Of a window that FlexAttention takes."""
+    """The width of the window for FlexAttention; 0 means that the mask is not a window."""
     alone: bool = False
-    """Whether there is no softmax beside it."""
+    """Whether the case has no softmax attention to compare with."""
 
     def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Queries, keys, values and the output's gradient."""
+        """Return queries, keys, values and the output's gradient."""
         torch.manual_seed(0)
         B, H, Hkv, Lq, Lk, D = self.size
         shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, D), (B, H, Lq, D))
@@ -131,7 +131,7 @@ class Case:
     def softmax(
         self, device: torch.device
     ) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """Softmax attention by everything that takes this mask."""
+        """Return softmax attention by every backend that may support this mask."""
         if self.alone:
             return {}
         if self.width:
@@ -177,7 +177,7 @@ def _compare(
     unrewritten: bool = False,
     kinds: Sequence[str] = (INFERENCE, TRAINING),
 ) -> dict[str, Timing]:
-    """Ours by kind; the rows say how it stands beside softmax and beside the unrewritten program."""
+    """Compare "ours" with softmax attention and the unrewritten program; return its timings by kind."""
     torch._dynamo.reset()
     *leaves, grad = case.inputs(bench.device)
     given = () if case.mask is None else (case.mask,)
@@ -225,7 +225,7 @@ def _additive(keep: Tensor) -> Tensor:
 
 
 def _kept(counts: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """Padding masks [B, 1, 1, length]: so many keys of each batch element."""
+    """Return padding masks [B, 1, 1, length] that keep the given number of keys of each batch element."""
     keep = torch.arange(length, device=device) < torch.tensor(counts, device=device)[:, None]
     return keep[:, None, None]
 
@@ -239,7 +239,7 @@ def _gpu_sections(bench: Bench) -> list[Section]:
         return small if tiny else (size[0], size[1], size[2], size[3], size[4], size[5])
 
     def masks(bench: Bench) -> None:
-        """One length, all ways of writing a mask."""
+        """Measure all ways of writing a mask, at one length."""
         size = sized((2, 16, 16, 8192, 8192, 64))
         L = size[4]
         keep = _causal(L, device)
@@ -326,7 +326,7 @@ def _gpu_sections(bench: Bench) -> list[Section]:
             variance=6.0,
             alone=True,
         )
-        # SDPA takes one mask: told that it is causal, it reads the padded keys too.
+        # SDPA applies only one of the two masks: as causal attention, it reads the padded keys too.
         mine = _compare(bench, both_masks, kinds=(TRAINING,))
         theirs = bench.found(f"{plain.name}, {TRAINING}", "flash")
         if theirs and theirs.ms:

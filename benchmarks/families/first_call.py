@@ -1,13 +1,13 @@
-"""The first call of a compiled program: seconds to its result, with the plugin on and without, in new processes.
+"""The first call of a compiled program: seconds to its result, with and without the plugin, in new processes.
 
-Also the longest training step where the policy changes: from one step to the next all neurons become inactive, and what
-the longest step from then on takes beyond the median counts.
+The longest training step after a change of policy is measured as well: from one step to the next, all neurons become
+inactive. The figure is the excess of the longest step from then on over the median.
 
-A process imports torch, makes the model and its inputs, and only then looks at the clock: `enable()`, `torch.compile`
-and one call (a training step or inference) are what is measured, by default policy. Of each program the two processes
-run side by side, first with empty caches of Inductor and Triton, then with those that the first ones filled. The
-bytecode of modules is there from the start, as where pip has installed them. A ratio is enabled over compile: above 1
-is a loss.
+A process imports torch and makes the model and its inputs before the clock starts. The measured time covers `enable()`,
+`torch.compile` and one call (a training step or inference) under the default policy. The two processes of a program run
+side by side, first with empty caches of Inductor and Triton, then with the caches that the first run filled. The
+bytecode of modules exists from the start, as after an installation with pip. A ratio is enabled over compile, so above
+1 is a loss.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from torch import Tensor, nn
 from benchmarks.bench import Bench, part
 from benchmarks.measure import ROOT
 
-AGAIN = 3  # runs with filled caches, of which the median counts
+AGAIN = 3  # runs with filled caches; the median counts
 Made = tuple[nn.Module, tuple[Tensor, ...]]
-"""A module, and what it is called with."""
+"""A module and the arguments of its call."""
 
 
 def run(bench: Bench) -> None:
-    """Time the first calls of all programs, each a part by its name."""
+    """Time the first call of every program; each program is a part."""
     with tempfile.TemporaryDirectory() as bytecode:
         bench.sections(part(name, _first_calls, name, Path(bytecode, name)) for name in PROGRAMS)
 
 
 def _first_calls(bench: Bench, name: str, bytecode: Path) -> None:
-    """Two new processes a lap."""
+    """Measure one program, with two new processes for each lap."""
     says = PROGRAMS[name].says
     if bench.late():
         bench.note(f"Not measured for want of time: {says}.")
@@ -56,7 +56,7 @@ def _first_calls(bench: Bench, name: str, bytecode: Path) -> None:
         return
     size = "quick" if bench.quick else "full"
     if not bench.quick:
-        _pair(name, bench, bytecode, "quick")  # for the modules that it imports
+        _pair(name, bench, bytecode, "quick")  # writes the bytecode of the imported modules
     with tempfile.TemporaryDirectory() as folder:
         cold, *warm = (
             _pair(name, bench, bytecode, size, Path(folder))
@@ -83,7 +83,7 @@ def _first_calls(bench: Bench, name: str, bytecode: Path) -> None:
 def _pair(
     name: str, bench: Bench, bytecode: Path, size: str, caches: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two processes tell that run side by side: without the plugin, and with it."""
+    """Run two processes side by side, without the plugin and with it; return their results."""
     folder = caches or bytecode
     processes = []
     for how in ("compile", "enabled"):
@@ -107,11 +107,11 @@ def _pair(
     return told[0], told[1]
 
 
-# --- In a process of its own ------------------------------------------------------------------------------------------
+# --- The measured process ---------------------------------------------------------------------------------------------
 
 
 class _Block(nn.Module):
-    """A pre-norm layer of an encoder, by PyTorch's attention, with a ReLU feed-forward block."""
+    """A pre-norm encoder layer with PyTorch's attention and a ReLU feed-forward block."""
 
     def __init__(self, width: int, neurons: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Attention(nn.Module):
 
 
 class Scores(nn.Module):
-    """The best of documents that are buffers: padded rows of terms and weights."""
+    """Top-k scores of documents that are buffers: padded rows of terms and weights."""
 
     def __init__(self, documents: int, terms: int, length: int, best: int) -> None:
         super().__init__()
@@ -192,7 +192,10 @@ def _scoring(full: bool) -> Made:
 
 
 class Program(NamedTuple):
-    """What is called first, of full size or small, whether a backward follows, and whether the policy changes later."""
+    """A program: its description, a function that makes it in full or small size, and two properties.
+
+    train: whether a backward follows. changes: whether the policy changes its decision later.
+    """
 
     says: str
     make: Callable[[bool], Made]
@@ -232,7 +235,7 @@ def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
     compiled = torch.compile(module)
 
     def call() -> float:
-        """The time at which a call ends."""
+        """Run one call; return the time at which it ends."""
         if program.train:
             compiled(*inputs).float().square().mean().backward()
         else:
@@ -248,7 +251,7 @@ def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
 
 
 def _longest_step(module: nn.Module, call: Callable[[], float]) -> float:
-    """Seconds that the longest step takes beyond the median, of those from which on no neuron is active."""
+    """Make all neurons inactive, and return the seconds by which the longest step exceeds the median after that."""
     from sparse_inductor.policy.profile import LOOKS
 
     first, second = LOOKS[:2]

@@ -1,7 +1,8 @@
-"""What the host does for a call of a compiled graph with a rewritten operator beyond one of the unrewritten graph.
+"""The host time per call that a rewrite adds to a compiled graph.
 
-At sizes at which the GPU is never waited for. Both graphs are in one process; the difference is what the rewrite adds
-(less than nothing where the unrewritten graph launches many kernels). Under CUDA graphs neither does anything a call.
+Sizes are so small that the host never waits for the GPU. Both graphs run in one process, and the figure is the
+difference of their host times (negative if the unrewritten graph launches many kernels). Under CUDA graphs, neither
+graph runs host code for its operators at a call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _of_case(bench: Bench, name: str, case: Case) -> None:
 
 
 def _ffn(bench: Bench) -> None:
-    # Of the last, rows are packed: of fewer gates the operator is ATen's dense products.
+    # Only the last case packs rows: with fewer gates, the operator runs ATen's dense products.
     for tokens, neurons in ((1, 1024), (16, 1024), (512, 1024), (8192, 2048)):
         case = relu_ffn.Case(relu_ffn.Shape(tokens, 256, neurons), bench.device, 0.02)
         for kind in (INFERENCE, TRAINING)[: 1 + (tokens >= 512)]:
@@ -76,7 +77,7 @@ def _scores(bench: Bench) -> None:
 
 
 def _graphs(bench: Bench) -> None:
-    """A replayed CUDA graph is one launch, whatever is in it."""
+    """Measure a replayed CUDA graph, which is one launch whatever it contains."""
     case = splade_head.Case(splade_head.Shape(4, 32, 64, 1000), bench.device)
     ours = rewritten(case.module, "splade_head", mode="reduce-overhead")
     theirs = compiled(case.module, mode="reduce-overhead")

@@ -1,13 +1,14 @@
-"""torch.compile beside torch.compile with the plugin on, under the default policy, over sizes and densities.
+"""torch.compile without the plugin and with it, under the default policy, over sizes and densities.
 
-A cell is one program of a family as users write it: "compile" and "enabled", in one process and in turn. The policy
-has had the calls that it looks at before anything is timed, so a cell shows what it decided, and what it costs where it
-decided against a rewrite. Wall clock and host time are those of one call among many that follow each other; GPU time is
-that of a call that finds the caches cold. A ratio is compile over enabled: below 1 is a loss.
+A cell is one program of a family as users write it, compiled without the plugin ("compile") and with it ("enabled").
+Both run in one process and take turns. Timing starts after the calls that the policy observes, so a cell shows its
+decision, and the cost of the plugin if it decided against a rewrite. Wall clock and host time are per call, for
+back-to-back calls; GPU time is for a call with cold caches. Ratios of wall clock and GPU time are compile over enabled,
+so below 1 is a loss.
 
-Data: neurons are unequally popular (the threshold of a neuron is normal with a spread of 0.8 of a gate's; in one column
-all are alike), and a block has 16 inputs in turn; logits and scores are about N(0, 1), documents read terms with a
-heavy-tailed law. Masks are tensors, as a tokenizer hands them.
+Data: neurons differ in how often they are active (a neuron's threshold is normal, with a standard deviation of 0.8 of
+that of a gate; in one column all thresholds are equal), and a block gets 16 inputs in turn. Logits and scores are about
+N(0, 1). The terms of documents have a heavy-tailed distribution. Masks are tensors, as tokenizers return them.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from benchmarks.publish import Cell
 
 from . import entmax, entmax_masks, relu_ffn, splade_head
 
-DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
-LOSS = 0.97  # a cell below this is measured a second time, which counts
-INPUTS = 16  # of a feed-forward block, in turn
-SPREAD = 0.8  # of a neuron's threshold, over the deviation of a gate
+DECIDED = 40  # calls before timing; the policy reads its counters at the 4th and the 32nd
+LOSS = 0.97  # a cell below this is measured again, and the second result counts
+INPUTS = 16  # the number of inputs that a feed-forward block gets in turn
+SPREAD = 0.8  # standard deviation of a neuron's threshold, over that of a gate
 
 Program = tuple[str, str, nn.Module, Callable[[Callable[..., object]], Work]]
-"""Row and column of the map, the program, and how one call of it, compiled, is made."""
+"""Row and column of the map, the program, and a function that makes one call of the compiled program."""
 
 
 def run(bench: Bench) -> None:
-    """Draw the map of every family."""
+    """Measure the map of every family."""
     bench.sections(SECTIONS)
 
 
 def _map(bench: Bench, name: str, programs: Iterator[Program], of: str = "") -> None:
-    """Measure every program, and judge the map by its least cell; `of`: what of it these programs are."""
+    """Measure every program, and judge the map by its least cell. of: a name if the programs are a part of the map."""
     cells = []
     for row, column, module, work in programs:
         if bench.late():
@@ -79,7 +80,7 @@ def _cell(
 ) -> Cell:
     seconds = 0.05 if bench.quick else 0.5
     cell = _measured(bench, place, module, work, seconds)
-    if cell.wall < LOSS:  # once more, compiled anew: was other work in the way?
+    if cell.wall < LOSS:  # recompile and measure again, in case other load disturbed it
         cell = _measured(bench, place, module, work, 4 * seconds)
     return cell
 
@@ -117,7 +118,7 @@ def _measured(
 def _in_turn(
     works: Iterable[Callable[[Callable[..., object]], Work]],
 ) -> Callable[[Callable[..., object]], Work]:
-    """Calls of the works one after the other, as of a program whose input is another each time."""
+    """Cycle through calls of the works, like a program that gets a different input each time."""
 
     def make(program: Callable[..., object]) -> Work:
         calls = itertools.cycle([work(program) for work in works])
@@ -127,7 +128,7 @@ def _in_turn(
 
 
 def _built_by_now(program: Callable[[], object]) -> None:
-    """Wait for what is built in the background, and have it tried."""
+    """Wait for the index that is built in the background, and run calls that may use it."""
     for thread in threading.enumerate():
         if thread.name == "sparse_index_build":
             thread.join()
@@ -140,7 +141,7 @@ def _inference(*args: Tensor) -> Callable[[Callable[..., object]], Work]:
 
 
 def _training(module: nn.Module, *args: Tensor) -> Callable[[Callable[..., object]], Work]:
-    """Forward and backward, gradients of the parameters and of the floating-point arguments."""
+    """Return forward and backward, with gradients of the parameters and of the floating-point arguments."""
     leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
     wanted = [*(a for a in leaves if a.requires_grad), *module.parameters()]
     return lambda program: call(program, leaves, TRAINING, wanted)
@@ -152,7 +153,7 @@ def _training(module: nn.Module, *args: Tensor) -> Callable[[Callable[..., objec
 def _neurons(
     bench: Bench, K: int, N: int, gated: bool, share: float, spread: float = SPREAD
 ) -> nn.Module:
-    """A block of which `share` of the neurons is active where the first feature of the input is 1."""
+    """Return a block in which `share` of the neurons are active, for inputs with a first feature of 1."""
     like = {"device": bench.device, "dtype": torch.bfloat16 if bench.cuda else torch.float32}
     torch.manual_seed(0)
     gate, up = (torch.randn(N, K, **like) * K**-0.5 for _ in range(2))
@@ -176,7 +177,7 @@ SHAPES = (
     ("plain", 2048, 8192),
     ("plain", 4096, 16384),
 )
-"""Of blocks: the second is Llama 7B's, the third T5's, the last OPT 6.7B's."""
+"""Shapes of blocks. The second is from Llama 7B, the third from T5, the last from OPT 6.7B."""
 
 
 def _blocks(bench: Bench, name: str, K: int, N: int, training: bool) -> Iterator[Program]:
@@ -184,7 +185,7 @@ def _blocks(bench: Bench, name: str, K: int, N: int, training: bool) -> Iterator
     shares = [0.003, 0.01, 0.03, 0.5] if training else [0.003, 0.01, 0.03, 0.1, 0.3, 0.5]
     columns = [(f"{share:.1%} active", share, SPREAD) for share in shares]
     columns.insert(2, ("1.0% active, all alike", 0.01, 0.0))
-    if bench.quick:  # all shapes are one then: the smaller ones are enough
+    if bench.quick:  # all shapes get these sizes, so the large ones are skipped
         K, N, rows, columns = 32, 64, [16] if K <= 2048 else [], columns[1:2]
     elif not bench.cuda:
         rows = [2048, 8192]
@@ -197,14 +198,14 @@ def _blocks(bench: Bench, name: str, K: int, N: int, training: bool) -> Iterator
 
 
 def _feed_forward(bench: Bench, name: str, K: int, N: int, training: bool) -> None:
-    """Inference, or a training step, of one block."""
+    """Map inference, or a training step, of one block."""
     kind = "training" if training else "inference"
     programs = _blocks(bench, name, K, N, training)
     _map(bench, f"feed-forward block, {kind}", programs, f"{name} {K} x {N}")
 
 
 class _Residual(nn.Module):
-    """Llama's layer, with or without attention; the first feature of the stream is written by nobody."""
+    """Llama's layer, with or without attention. The feed-forward block adds 0 to the first feature of the stream."""
 
     def __init__(self, bench: Bench, K: int, N: int, share: float, heads: int = 0) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ def _stacks(bench: Bench) -> Iterator[Program]:
 
 
 def _stack(bench: Bench) -> None:
-    """A training step of eight blocks with norms and residuals, and of four layers of a Llama."""
+    """Map a training step of eight blocks with norms and residuals, and of four layers of a Llama."""
     _map(bench, "stack of feed-forward blocks, training", _stacks(bench))
 
 
@@ -262,7 +263,7 @@ def _heads(bench: Bench) -> Iterator[Program]:
 
 
 def _splade(bench: Bench) -> None:
-    """The head of naver/splade, padded texts."""
+    """Map the head of naver/splade, with padded texts."""
     _map(bench, "SPLADE head", _heads(bench))
 
 
@@ -300,7 +301,7 @@ def _routers(bench: Bench) -> Iterator[Program]:
 
 
 def _entmax(bench: Bench) -> None:
-    """Attention and rows, by the entmax package's own functions."""
+    """Map attention and rows, with the functions of the entmax package."""
     if importlib.util.find_spec("entmax") is None:
         bench.note("Not measured: entmax, whose package is not installed here.")
         return
@@ -312,7 +313,7 @@ def _entmax(bench: Bench) -> None:
 
 
 class _Documents(nn.Module):
-    """Padded rows of terms and weights that are arguments, the best `k` for each query."""
+    """Top-k scores of documents that are arguments: padded rows of terms and weights."""
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -349,7 +350,7 @@ def _collections(bench: Bench) -> Iterator[Program]:
 def _changing(
     work: Callable[[Callable[..., object]], Work], written: Tensor
 ) -> Callable[[Callable[..., object]], Work]:
-    """The same work where a tensor counts as written before each call, which costs nothing."""
+    """Return the same work, but mark a tensor as modified before each call, without a cost on the device."""
 
     def make(program: Callable[..., object]) -> Work:
         def call(*args: object) -> object:
@@ -362,7 +363,7 @@ def _changing(
 
 
 def _scoring(bench: Bench) -> None:
-    """Documents that change from call to call, and documents that stay the same."""
+    """Map documents that change from call to call, and documents that stay the same."""
     _map(bench, "sparse scores", _collections(bench))
 
 

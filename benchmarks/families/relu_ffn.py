@@ -1,10 +1,11 @@
-"""ReLU feed-forward block: down(relu(gate(x)) * up(x)), most of whose hidden activations are zero.
+"""ReLU feed-forward block, down(relu(gate(x)) * up(x)), with mostly zero hidden activations.
 
-Contenders, in one process and in turn: the block as users write it, compiled ("compile"), and the same module compiled
-after `sparse_inductor.enable()` ("ours"). Data: pattern I draws the active neurons of every row independently; in
-pattern C the rows of a 2 048-token sequence draw five sixths of theirs from 512 neurons of that sequence. Rows are
-uneven. Up to 8 192 tokens both contenders are replayed as CUDA graphs, so that what the host costs is not measured; one
-row measures a training step that is not.
+The contenders run in one process and take turns: the block as users write it, compiled ("compile"), and the same module
+compiled after `sparse_inductor.enable()` ("ours"). The data has one of two patterns. In pattern I, the active neurons
+of every row are independent. In pattern C, the rows of a 2 048-token sequence draw five sixths of their active neurons
+from 512 neurons of that sequence. The number of active neurons differs between rows. Up to 8 192 tokens, both
+contenders are replayed as CUDA graphs, so that host time is not measured; one row measures a training step without a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run(bench: Bench) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """M tokens [M, K], N neurons; `layers` blocks of their own weights run one after the other."""
+    """M tokens [M, K] and N neurons. `layers` blocks with separate weights run one after the other."""
 
     M: int
     K: int = 2048
@@ -76,7 +77,7 @@ class Gated(nn.Module):
 
 
 class Regularised(Gated):
-    """With the mean absolute activation, which is added to the loss."""
+    """A gated block that also returns the mean absolute hidden activation, which is added to the loss."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = F.relu(F.linear(x, self.gate)) * F.linear(x, self.up)
@@ -84,7 +85,7 @@ class Regularised(Gated):
 
 
 class Adapted(nn.Module):
-    """With an adapter of low rank for each projection (LoRA), the projections frozen."""
+    """A gated block with a low-rank adapter (LoRA) for each projection; the projections are frozen."""
 
     def __init__(self, block: Gated) -> None:
         super().__init__()
@@ -119,11 +120,11 @@ class Plain(nn.Module):
 
 
 class Case:
-    """Random data whose gates are positive for a share of the neurons.
+    """Random data for which a share of the gates is positive.
 
-    A gate is noise (scaled by the row: rows are uneven) plus, in pattern C, how well the neuron fits the row's
-    sequence, less a threshold. All of it is in x and the gate weights: 64 features carry the sequence, one is constant.
-    heavy: a share of the rows has so many active neurons instead.
+    A gate is noise, scaled by a factor of the row, minus a threshold. In pattern C, the fit of the neuron to the row's
+    sequence is added. Everything is encoded in x and the gate weights: 64 features carry the sequence, and one is
+    constant. heavy: (share of the rows that are heavy, share of the neurons that are active in a heavy row).
     """
 
     def __init__(
@@ -179,11 +180,11 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For the tables: the shape and what is active."""
+        """The name in the tables: the shape and the number of active neurons."""
         return f"{self.shape} {self.pattern}, {self.active:.3g} active"
 
     def contender(self, name: str, kind: str) -> Work:
-        """One way of running the blocks; compiled in its first call."""
+        """Return one way of running the blocks, which compiles in its first call."""
         make = compiled if name == "compile" else lambda m: rewritten(m, "relu_ffn")
         blocks = self.blocks
         if kind == REGULARISED:
@@ -205,7 +206,7 @@ class Case:
         return call(run, (leaf,), how, wanted, grad if kind == REGULARISED else grad[0])
 
     def works(self, kind: str, graphs: bool) -> dict[Label, Work]:
-        """What `Bench.race` takes."""
+        """Return the works for `Bench.race`."""
         found: dict[Label, Work] = {}
         for name in ("compile", "ours"):
             work = self.contender(name, kind)
@@ -215,7 +216,7 @@ class Case:
 
 
 def _coupling(x: Tensor, gate: Tensor, noise: int, share: float) -> float:
-    """The factor of the fit at which five sixths of the active neurons are among the POOL that fit best."""
+    """Return the factor of the fit at which five sixths of the active neurons are among the POOL that fit best."""
     rows = x[:: max(1, len(x) // 256)][:256].float()
     g = gate.float()
     random = rows[:, :noise] @ g[:, :noise].T
@@ -241,7 +242,7 @@ def _compare(
     limits: Limits = NONE,
     graphs: bool = False,
 ) -> dict[Label, Timing]:
-    """Race both, and a row with the ratio."""
+    """Race both contenders, and record a row with their ratio."""
     taken = bench.race(case.works(kind, graphs), 0.6 if bench.cuda else 10.0, weigh=False)
     remark = f"; {case.active:.3g} active a row, {case.most} at most"
     name = f"{name}: time, compile over ours"
@@ -253,7 +254,7 @@ def _compare(
 
 
 def _case(bench: Bench, shape: Shape, **how: Any) -> Case:
-    """Data of this shape, or of a tiny one."""
+    """Return data of this shape, or of a tiny one with `quick`."""
     if bench.quick:
         M, K, N = (min(n, most) for n, most in ((shape.M, 64), (shape.K, 128), (shape.N, 256)))
         shape = dataclasses.replace(shape, M=M, K=K, N=N)
@@ -261,7 +262,7 @@ def _case(bench: Bench, shape: Shape, **how: Any) -> Case:
 
 
 def _inference(bench: Bench) -> None:
-    """Many tokens, both patterns."""
+    """Compare inference of many tokens, for both patterns."""
     limits = {
         (131072, "I"): (1.6, 2.2), (131072, "C"): (1.9, 2.7), (8192, "I"): (1.5, 1.8), (8192, "C"): (1.6, 2.3),
         (2048, "I"): (1.25, 1.5),
@@ -275,7 +276,7 @@ def _inference(bench: Bench) -> None:
 
 
 def _decode(bench: Bench) -> None:
-    """A few rows through six blocks in one CUDA graph."""
+    """Compare inference of a few rows through six blocks, in one CUDA graph."""
     for M, limits in ((1, (2.0, 2.8)), (16, (1.25, 1.9))):
         case = _case(bench, Shape(M, layers=6))
         name = f"decode under CUDA graphs, {M} row{'s' * (M > 1)}, six blocks"
@@ -288,7 +289,7 @@ def _not_gated(bench: Bench) -> None:
 
 
 def _training(bench: Bench) -> None:
-    """A training step, and what is kept between its forward and backward."""
+    """Compare a training step, and the memory that is saved between its forward and backward."""
     case = _case(bench, Shape(8192))
     _compare(bench, case, TRAINING, "training step, 8192 tokens, I", (1.7, 2.4), graphs=True)
     remark = "training step, 8192 tokens, I, not a CUDA graph"
@@ -305,7 +306,7 @@ def _training(bench: Bench) -> None:
 
 
 def _adapters(bench: Bench) -> None:
-    """Adapters that were not merged into the weights."""
+    """Compare blocks with adapters that are not merged into the weights."""
     for share, what, limits in (
         (30 / 5632, "I", NONE),
         (0.5, "half the gates active", (0.9, 0.99)),
@@ -316,7 +317,7 @@ def _adapters(bench: Bench) -> None:
 
 
 def _kept(case: Case, name: str) -> int:
-    """Bytes that live between forward and backward, without output and inputs."""
+    """Return the bytes that are held between forward and backward, without output and inputs."""
     program = (compiled if name == "compile" else lambda m: rewritten(m, "relu_ffn"))(
         case.blocks[0]
     )
@@ -332,7 +333,7 @@ def _kept(case: Case, name: str) -> int:
 
 
 def _half_active(bench: Bench) -> None:
-    """An untrained model: it must not cost, at numbers of tokens that fill a GPU badly either."""
+    """Compare untrained models, which must not become slower, even at numbers of tokens that fill a GPU badly."""
     sizes = {
         (INFERENCE, 1): (8192, 2560, 2433, 2049, 2048, 1793, 1152),
         (INFERENCE, 6): (16, 1),
@@ -346,7 +347,7 @@ def _half_active(bench: Bench) -> None:
 
 
 def _heavy_rows(bench: Bench) -> None:
-    """One row in a hundred with 900 active neurons, against the same without them."""
+    """Compare data in which one row in a hundred has 900 active neurons with data without such rows."""
     works: dict[Label, Work] = {}
     for heavy in (None, (0.01, 900 / 5632)):
         case = _case(bench, Shape(8192), heavy=heavy)
@@ -358,7 +359,7 @@ def _heavy_rows(bench: Bench) -> None:
 
 
 def _other_shapes(bench: Bench) -> None:
-    """Beside K 2048, N 5632 at as many tokens."""
+    """Compare the speedup of other shapes with that of K 2048, N 5632 at the same number of tokens."""
     for M, K, N in ((8191, 768, 3072), (4097, 4096, 14336), (2049, 8192, 28672)):
         ratios = []
         for shape in (Shape(M), Shape(M, K, N)):
@@ -396,7 +397,7 @@ def _cpu_sections(bench: Bench) -> list[Section]:
 
 
 def _sweeps(bench: Bench) -> None:
-    """Inference over the number of tokens, and over the active neurons a row."""
+    """Measure inference over the number of tokens, and over the number of active neurons per row."""
     bench.results.fixed = {"M": 8192, "active": 30}
     bench.results.swept = "Inference; CUDA graphs up to 8 192 tokens"
     tokens = [64] if bench.quick else [1, 16, 64, 256, 1024, 4096, 16384, 65536]

@@ -1,10 +1,10 @@
-"""Sparse autoencoders: f = act(x @ W_enc + b); f @ W_dec, of whose neurons 0.1 to 0.3 % are active.
+"""Sparse autoencoders: f = act(x @ W_enc + b); f @ W_dec, with 0.1 to 0.3 % of the neurons active.
 
-Contenders, in one process and in turn: the module as users write it ("eager"), compiled ("compile"), compiled with the
-patterns on ("ours", policy "always"), and compiled under the default policy ("default"), which has had the calls that
-it looks at. A training step is forward and backward, with the gradients of all parameters; rows give the GPU's time,
-wall clock of steps that follow each other, that of training steps under CUDA graphs as well (mode "reduce-overhead"),
-and memory beyond the gradients. x is N(0, 1), ReLU's biases leave 0.3 %.
+The contenders run in one process and take turns: the module as users write it ("eager"), compiled ("compile"), compiled
+with the patterns enabled ("ours", policy "always"), and compiled under the default policy ("default"), after the calls
+at which the policy decides. A training step is forward and backward, with the gradients of all parameters. The rows
+give GPU time, wall clock of back-to-back steps (for training also under CUDA graphs, mode "reduce-overhead"), and
+memory beyond the gradients. x is N(0, 1). With ReLU, the biases leave 0.3 % of the neurons active.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.measure import Work
 
 TOKENS, K = 4096, 32
 PATTERNS = "topk_encode,sparse_decode,sparse_product,relu_ffn"
-DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
+DECIDED = 40  # calls before timing; the policy reads its counters at the 4th and the 32nd
 
 Shape = tuple[int, int]
 SHAPES: tuple[Shape, ...] = ((768, 24_576), (2304, 16_384), (4096, 65_536))
@@ -42,7 +42,7 @@ def run(bench: Bench) -> None:
 
 
 class Autoencoder(nn.Module):
-    """The weights, and the reconstruction."""
+    """An autoencoder with ReLU: its weights, and the reconstruction with its loss."""
 
     W_enc: nn.Parameter
     returns = False
@@ -69,7 +69,7 @@ class Autoencoder(nn.Module):
         return F.relu(pre)
 
     def terms(self, f: Tensor) -> tuple[Tensor, ...]:
-        """What is added to the loss, then what is returned beside it."""
+        """Return the term that is added to the loss, followed by the further results."""
         return (5 * (f * self.W_dec.norm(dim=1)).sum(-1).mean(),)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class Autoencoder(nn.Module):
 
 
 class Relu(Autoencoder):
-    """With L1 weighted by the decoder's norms, the number of active neurons, and which are."""
+    """With L1 weighted by the decoder's norms. Also returns the mean number of active neurons, and a mask of them."""
 
     def terms(self, f: Tensor) -> tuple[Tensor, ...]:
         return *super().terms(f), (f > 0).sum(-1).float().mean(), (f > 0).any(0)
@@ -96,7 +96,7 @@ class JumpRelu(Autoencoder):
 
 
 class TopK(Autoencoder):
-    """The k largest of each row."""
+    """With the k largest pre-activations of each row."""
 
     k = K
 
@@ -113,7 +113,7 @@ class TopKOfMany(TopK):
 
 
 class Sparsify(TopK):
-    """With the encoder and the decoder of the package eai-sparsify, whose weights lie as it has them."""
+    """With the encoder and the decoder of the package eai-sparsify, and with weights in the package's layout."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         from sparsify.fused_encoder import fused_encoder
@@ -130,7 +130,7 @@ class Sparsify(TopK):
 
 
 class BatchTopK(TopK):
-    """K a row on average: the largest of all tokens."""
+    """With K pre-activations per row on average: the largest of all tokens."""
 
     returns = True
 
@@ -251,7 +251,7 @@ def _wide(bench: Bench) -> None:
 
 
 def _peers(bench: Bench) -> None:
-    """TopK training by published packages, as they have it and compiled."""
+    """Compare TopK training with a published package, as it is and compiled."""
     if importlib.util.find_spec("sparsify") is None:
         bench.note("eai-sparsify is not installed: peers were not measured.")
         return

@@ -1,9 +1,10 @@
 """Sparse scoring: exact top-k of a batch of sparse queries over a collection of sparse documents.
 
-Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph"), by the
-portable kernels ("ours, portable") and by integer scores alone, in a graph ("ours, not exact, graph"); the
-scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add"); on a CPU scipy's and torch's sparse product
-with torch.topk after it, and the packages of `_packages`. Data is synthetic, with the paper's statistics.
+The contenders run in one process and take turns: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours,
+graph"), with the portable kernels ("ours, portable") and with integer scores alone, in a graph ("ours, not exact,
+graph"); and a reimplementation of the scatter-add and top-k of the GPUSparse paper ("scatter-add"). On a CPU, the
+search is compared with the sparse products of scipy and torch, followed by torch.topk, and with the packages of
+`_packages`. The data is synthetic, with the paper's statistics.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from . import _packages as packages
 
 TERMS = 30522
 FULL = 8_841_823  # passages of MS MARCO
-BATCH = 1 << 16  # documents made at a time
+BATCH = 1 << 16  # documents generated at a time
 
 
 def run(bench: Bench) -> None:
@@ -53,7 +54,7 @@ def run(bench: Bench) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """How many terms (mean, deviation, least, most), and the share drawn from the common vocabulary."""
+    """The number of terms per text (mean, deviation, least, most), and the share drawn from the common vocabulary."""
 
     mean: float
     deviation: float
@@ -67,9 +68,10 @@ QUERIES = Statistics(47, 18, 5, 107, 0.30)
 
 
 class Generator:
-    """Sparse texts: terms by two Zipf-Mandelbrot laws, one common to all and one a topic's own; |normal| weights.
+    """A generator of sparse texts. Terms follow two Zipf-Mandelbrot laws, one for all texts and one for each topic.
 
-    A topic's law is the common ranking under a permutation of its own, so that topics share few of their terms.
+    Each topic permutes the ranking of terms differently, so that topics share few of their terms. Weights are absolute
+    values of normal numbers.
     """
 
     def __init__(self, device: torch.device, seed: int = 0, topics: int = 256) -> None:
@@ -92,7 +94,7 @@ class Generator:
         return torch.rand(*shape, device=self.device, generator=self._random)
 
     def texts(self, n: int, of: Statistics, topic: Tensor | None = None) -> Tensor:
-        """n texts as CSR [n, TERMS]."""
+        """Return n texts as CSR [n, TERMS]."""
         if topic is None:
             topic = torch.randint(0, self.topics, (n,), device=self.device, generator=self._random)
         draws = 2 * of.most
@@ -102,7 +104,7 @@ class Generator:
         terms = torch.where(self._uniform(n, draws) < of.common, common, own)
         normal = torch.randn(n, device=self.device, generator=self._random)
         wanted = (of.mean + of.deviation * normal).round_().clamp_(of.least, of.most)
-        # The first `wanted` different terms of every row, in the order they were drawn.
+        # Keep the first `wanted` distinct terms of every row, in the order in which they were drawn.
         ordered, order = torch.sort(terms, dim=1, stable=True)
         again = torch.zeros_like(ordered, dtype=torch.bool)
         again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -120,7 +122,7 @@ class Generator:
         )  # fmt: skip
 
     def collection(self, n: int, order: str = "shuffled") -> Iterator[Tensor]:
-        """n documents in batches: "shuffled", "topics" (a topic's together) or "copies" (blocks of near-copies)."""
+        """Yield n documents in batches: "shuffled", "topics" (ordered by topic) or "copies" (blocks of near-copies)."""
         for first in range(0, n, BATCH):
             size = min(BATCH, n - first)
             if order == "topics":
@@ -132,7 +134,7 @@ class Generator:
                 yield self.texts(size, DOCUMENTS)
 
     def _copies(self, originals: Tensor, size: int) -> Tensor:
-        """Each text 64 times in a row, the weights a thousandth apart."""
+        """Repeat each text 64 times in a row, with weights that differ by up to a thousandth."""
         lengths = originals.crow_indices().diff()
         which = torch.arange(size, device=self.device) // 64
         counts = lengths[which]
@@ -189,7 +191,10 @@ class Collection:
 
 
 def exact_top(c: Collection, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """fp64 inner products of one query with all documents, by row and without the index's search."""
+    """Return the inner products of one query with all documents in descending order, and the documents' ids.
+
+    The products are computed by row in fp64 and rounded to fp32, without the index's search.
+    """
     parts = []
     for s in c.index._contents.segments:
         products = s.values().double() * query.double()[s.term_ids()]
@@ -202,7 +207,7 @@ def exact_top(c: Collection, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _scatter_kernel(offsets, docs, weights, terms, query, scores, N, L, BLOCK: tl.constexpr):
-    """One (query, term) a program: its posting list times the query weight, added to the query's row by atomics."""
+    """Add one posting list times the query weight to a row of scores by atomics; one (query, term) per program."""
     q = tl.program_id(0).to(tl.int64)
     term = tl.load(terms + q * L + tl.program_id(1))
     if term >= 0:
@@ -243,7 +248,7 @@ class ScatterAdd:
         self.set_queries(queries)
 
     def set_queries(self, queries: Tensor) -> None:
-        """Queries as padded lists of terms and weights; not part of the timing."""
+        """Convert queries to padded lists of terms and weights; this is not part of the timing."""
         L = int((queries != 0).sum(1).max())
         values, terms = queries.topk(L, dim=1)
         self.terms = torch.where(values > 0, terms, -1).int().contiguous()
@@ -271,7 +276,7 @@ _PUBLIC = {
     100_000: 1.81,
     1_000_000: 16.7,
     FULL: 142.7,
-}  # ms, the best that was published, on another H200
+}  # ms, the best published times, on another H200
 
 
 def _gpu(bench: Bench, n: int) -> None:
@@ -332,7 +337,7 @@ def _single(bench: Bench, c: Collection, scatter: ScatterAdd) -> None:
         }
         taken = bench.race(works, weigh=False)
         mine, theirs = taken[label, "ours, graph"], taken[label, "scatter-add"]
-        # The floor is set against the best public time, 16.9 ms.
+        # The floor refers to the best published time, 16.9 ms.
         bench.row(f"{label}: public best (16.9 ms) over ours", 16.9 / mine.ms, "x", 60, 200, True)
         bench.compare(f"{label}: scatter-add over ours", theirs, mine, higher=True)
     scatter.set_queries(c.queries)
@@ -347,7 +352,10 @@ def _bytes(bench: Bench, c: Collection, case: str) -> None:
 
 
 def _agreement(bench: Bench, c: Collection, case: str, k: int) -> None:
-    """Of a few queries: every document and every score of fp64's top-k, in its order up to equal scores."""
+    """Check for a few queries that the ids are those of fp64's top-k, in its order, and that the scores agree.
+
+    Equal scores are ordered by id.
+    """
     scores, ids = c.index.search(c.queries, k)
     right = 0
     some = range(0, c.queries.shape[0], max(1, c.queries.shape[0] // 8))
@@ -358,7 +366,7 @@ def _agreement(bench: Bench, c: Collection, case: str, k: int) -> None:
 
 
 def _orders(bench: Bench) -> None:
-    """A collection ordered by topic, and one of blocks of near-copies, against a shuffled one."""
+    """Compare a collection ordered by topic, and one of blocks of near-copies, with a shuffled one."""
     n, B, k = 1_000_000, 500, 1000
     taken: dict[str, Timing] = {}
     for order in ("shuffled", "topics", "copies"):
@@ -375,7 +383,7 @@ def _orders(bench: Bench) -> None:
 
 
 def _precisions(bench: Bench) -> None:
-    """What narrower weights save."""
+    """Measure the memory and time that narrower weights save."""
     n, B, k = 1_000_000, 500, 1000
     for weights in ("float16", "int8"):
         c = Collection.make(n, bench.device, B, weights=weights)
@@ -386,7 +394,7 @@ def _precisions(bench: Bench) -> None:
 
 
 def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
-    """Over the batch size, at this collection size."""
+    """Sweep the batch size, at this collection size."""
     bench.results.fixed = {"k": 1000}
     for B in [1, 8, 64, 250, 500]:
         if bench.late() or c.queries.shape[0] < B:
@@ -408,7 +416,7 @@ def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
 
 
 def _cpu(bench: Bench, n: int, B: int) -> None:
-    """Against the libraries' sparse products, each with torch.topk after it."""
+    """Compare with the libraries' sparse products, with torch.topk after them and without."""
     from scipy import sparse
 
     k = 10 if bench.quick else 1000
@@ -451,7 +459,7 @@ FASTER = {"scipy": (1.3, 3), "sparse_dot_topn": (1.2, 3), "numba": (1.0, 2), "se
 
 
 def _packages(bench: Bench, n: int) -> None:
-    """32 queries of 32 terms, sparse, by published packages, with one thread and with all."""
+    """Compare with published packages on 32 sparse queries of 32 terms, with one thread and with all."""
     from scipy import sparse
 
     k = 10 if bench.quick else 100
@@ -491,8 +499,11 @@ def _as_scipy(texts: Tensor) -> Any:
 def _searches(
     names: list[str], documents: Any, seismic: Any, given: tuple[Any, int, int], found: Any
 ) -> tuple[dict[str, Work], dict[str, str]]:
-    """What each package computes, and a remark: how many ids [B, k] are not those that were found here, equal scores
-    among them, or how an approximate index was set."""
+    """Return the search of each package and a remark on it.
+
+    For an exact package, the remark is the number of ids that differ from the ids `found` [B, k], which includes ties
+    broken differently. For an approximate index, it is the settings.
+    """
     works: dict[str, Work] = {}
     remarks: dict[str, str] = {}
     for name in names:

@@ -1,7 +1,7 @@
-"""Sparse scoring on two GPUs against one: one collection in a `ShardedIndex` of two processes and in a `SparseIndex`.
+"""Sparse scoring on two GPUs and on one: the same collection in a `ShardedIndex` of two processes and a `SparseIndex`.
 
-Times are the host's, from both processes ready to the results on the slower of them: what crosses between the GPUs
-counts. Results of both have to be the same bits.
+Times are host times, from the moment at which both processes are ready to the results on the slower one, so
+communication between the GPUs is included. The results of both must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS = 2
 
 
 def run(bench: Bench) -> None:
-    """Measure both, on two GPUs, or on a CPU to see that it runs."""
+    """Measure both on two GPUs, or on a CPU to check that the benchmark runs."""
     if bench.cuda and torch.cuda.device_count() < RANKS:
         bench.note(f"Not measured: it needs {RANKS} GPUs, there is one.")
         return
@@ -52,7 +52,7 @@ def _compare(bench: Bench) -> None:
 
 
 def _work(rank: int, folder: str, kind: str, n: int, B: int, k: int, rounds: int) -> None:
-    """One process: half of the collection; the first one also holds all of it."""
+    """Run one process, which holds half of the collection. The first process also holds the whole collection."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -90,7 +90,7 @@ def _index(device: torch.device, documents: Iterator[Tensor]) -> SparseIndex:
 def _time(
     work: Callable[[], Any], device: torch.device, rounds: int, all_ranks: bool = False
 ) -> float:
-    """Median milliseconds; of the slower process where all take part."""
+    """Return the median milliseconds. With `all_ranks`, the slowest process counts in each round."""
     taken = []
     for _ in range(rounds + 2):
         if all_ranks:

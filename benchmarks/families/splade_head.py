@@ -1,7 +1,7 @@
 """SPLADE head: linear to the vocabulary, mask, activation, maximum over the sequence.
 
-Contenders, in one process and in turn: the head as users write it, eagerly ("eager") and compiled ("compile"); the
-same module compiled after `sparse_inductor.enable()` ("ours"); the operator called directly ("operator").
+The contenders run in one process and take turns: the head as users write it, eager ("eager") and compiled ("compile");
+the same module compiled after `sparse_inductor.enable()` ("ours"); and the operator called directly ("operator").
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the one product that cannot be avoided."""
+        """FLOPs of the only product that cannot be avoided."""
         return 2.0 * self.B * self.S * self.D * self.V
 
     @property
     def numbers(self) -> float:
-        """Every input read once, every value written once."""
+        """The number of elements that are accessed if every input is read once and every value is written once."""
         return float(self.B * self.S * self.D + self.V * self.D + self.V + self.B * self.V)
 
     @property
     def entries(self) -> int:
-        """Of the result."""
+        """The number of entries of the result."""
         return self.B * self.V
 
 
 class Head(nn.Module):
-    """The head as people write it (naver/splade, max pooling)."""
+    """The head as users write it (naver/splade, max pooling)."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Head(nn.Module):
 class Case(common.Case):
     """Random data for one shape; logits are about N(0, 1).
 
-    `active` is the share of [B, V] that is to come out positive, by way of the bias; None: all of it. `padding` is
-    "none", "half" (every length is half of S) or "random" (lengths with a mean of half).
+    The bias is shifted so that the share `active` of [B, V] is positive; None means that all of it is. `padding` is
+    "none", "half" (every length is half of S) or "random" (lengths are half of S on average).
     """
 
     pattern = FAMILY
@@ -132,7 +132,7 @@ class Case(common.Case):
 
 
 def _mask(shape: Shape, device: torch.device, padding: str) -> Tensor:
-    """int64, as tokenizers make it."""
+    """Return a mask in int64, as tokenizers do."""
     full = torch.full((shape.B,), shape.S, device=device)
     half = torch.full_like(full, max(1, shape.S // 2))
     drawn = torch.randint(1, shape.S + 1, (shape.B,), device=device)
@@ -141,14 +141,14 @@ def _mask(shape: Shape, device: torch.device, padding: str) -> Tensor:
 
 
 def _quantile(hidden: Tensor, weight: Tensor, bias: Tensor, share: float) -> float:
-    """Quantile of the pooled logits, from a part of the batch and vocabulary; without the operator under test."""
+    """Return a quantile of the pooled logits of a part of the batch and vocabulary, without the operator under test."""
     entries = slice(0, 30522)
     rows = [(x @ weight[entries].T).amax(0) + bias[entries] for x in hidden[:8]]
     pooled = torch.stack(rows).float().flatten().sort().values
     return pooled[int(share * (len(pooled) - 1))].item()
 
 
-# How many times the logits the unrewritten program holds at its peak (measured): to leave out what cannot fit.
+# The peak memory of the unrewritten program in multiples of the logits (measured), to skip contenders that cannot fit.
 _COPIES = {
     ("eager", FORWARD): 3.2,
     ("eager", INFERENCE): 3.2,
@@ -160,7 +160,7 @@ _COPIES = {
 
 
 def _fitting(bench: Bench, shape: Shape, works: Mapping[Label, Work]) -> dict[Label, Work]:
-    """Those that the GPU's memory can hold; the others are written down as left out."""
+    """Return the works that fit into the GPU's memory; record the others as left out."""
     if not bench.cuda:
         return dict(works)
     reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
@@ -207,14 +207,14 @@ def _second(bench: Bench, shape: Shape) -> None:
 def _against_limits(
     bench: Bench, case: Case, others: Sequence[str], floor: float, goal: float
 ) -> None:
-    """The forward's share of what a plain matrix product reaches, both in one race."""
+    """Compare the rate of the forward with that of a plain matrix product, both in one race."""
     remark, names = ", beside a matrix product", [*others, "ours", "operator"]
     works = _fitting(bench, case.shape, case.works([FORWARD], names, remark))
     product, flops = gemm(bench.device, bench.quick)
     product_label = ("matrix product for the limit", "torch.mm")
     taken = bench.race({product_label: product, **works})
     beside = taken[product_label].per_second(flops)
-    best = max(beside, bench.limits.flops)  # the stricter of: beside the head, and alone
+    best = max(beside, bench.limits.flops)  # the stricter limit: in turn with the head, or alone
     limit = bench.limits.ms(case.shape.flops, 2 * case.shape.numbers)
     for name, what, limits in (("ours", "", (floor, goal)), ("operator", " (operator)", NONE)):
         mine = taken[f"{case.label}{remark}, {FORWARD}", name]
@@ -231,7 +231,7 @@ def _against_limits(
 
 
 def _against_compile(bench: Bench, case: Case) -> None:
-    """Ratios to the unrewritten program, and of our training step to our forward: one race."""
+    """Record the ratios to the unrewritten program, and of our training step to our forward, from one race."""
     names = ["eager", "compile", "ours", "operator"]
     works = {**case.works([TRAINING], names), **case.works([FORWARD, INFERENCE], names[1:3])}
     taken = bench.race(_fitting(bench, case.shape, works), 4.0)
@@ -243,7 +243,7 @@ def _against_compile(bench: Bench, case: Case) -> None:
 
 
 def _memory_rows(bench: Bench, case: str) -> None:
-    """The ratio of peak memory to the unrewritten program's, counted in both ways."""
+    """Record the ratio of peak memory to the unrewritten program's, with and without outputs and gradients."""
     theirs, mine = bench.found(case, "compile"), bench.found(case, "ours")
     for what, field in (
         ("beyond inputs", "peak_bytes"),
@@ -257,7 +257,7 @@ def _memory_rows(bench: Bench, case: str) -> None:
 
 
 def _all_active(bench: Bench, shape: Shape) -> None:
-    """Forward and backward when every entry is active."""
+    """Compare forward and backward when every entry is active."""
     case = Case(shape, bench.device, active=None)
     works = {**case.works([FORWARD], ["ours"]), **case.works([TRAINING], ["compile", "ours"])}
     taken = bench.race(_fitting(bench, shape, works))
@@ -268,7 +268,7 @@ def _all_active(bench: Bench, shape: Shape) -> None:
 
 
 def _padding(bench: Bench, shape: Shape) -> None:
-    """Forward of half-padded batches over that of the same batch unpadded."""
+    """Compare the forward of half-padded batches with the forward of the same batch without padding."""
     cases = {name: Case(shape, bench.device, padding=name) for name in ("none", "half", "random")}
     works: dict[Label, Work] = {}
     labels: dict[str, Label] = {}
@@ -285,7 +285,7 @@ def _padding(bench: Bench, shape: Shape) -> None:
 
 
 def _scratch(bench: Bench, shapes: Sequence[Shape]) -> None:
-    """Memory that is neither input, output nor gradient."""
+    """Measure the memory beyond inputs, outputs and gradients."""
     for shape in shapes:
         case = Case(shape, bench.device)
         found = peak_memory(case.work(TRAINING, case.contender("ours")), bench.device).scratch
@@ -297,7 +297,7 @@ def _scratch(bench: Bench, shapes: Sequence[Shape]) -> None:
 
 
 def _long(bench: Bench) -> None:
-    """A training step on long sequences against one on as many tokens in short ones."""
+    """Compare a training step on long sequences with a step on equally many tokens in short sequences."""
     long, short = Shape(16, 8192, 768, 30522), Shape(256, 512, 768, 30522)
     if bench.quick:
         long, short = Shape(1, 256, 64, 1000), Shape(4, 64, 64, 1000)
@@ -344,7 +344,7 @@ def _cpu_times(bench: Bench, shape: Shape) -> None:
 
 
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
-    """Peak resident memory over the inputs, each contender in a process of its own."""
+    """Compare peak resident memory over the inputs, with each contender in a separate process."""
     kinds: Sequence[tuple[str, Limits]] = ((FORWARD, NONE), (TRAINING, (0.25, 0.1)))
     for kind, limits in kinds[1:] if bench.quick else kinds:
         taken = {}
@@ -368,7 +368,7 @@ def _cpu_memory(bench: Bench, shape: Shape) -> None:
 
 
 def _pass_time(bench: Bench) -> None:
-    """How long the pass takes on a BERT-base with this head."""
+    """Measure the time of the pass on a BERT-base with this head."""
     layers, times = (1, 2) if bench.quick else (12, 6)
     taken = isolated(capture_bert, layers=layers, times=times)
     first, rest = taken["ms"][0], statistics.median(taken["ms"][1:])
@@ -382,7 +382,10 @@ def _pass_time(bench: Bench) -> None:
 
 
 def capture_bert(layers: int, times: int) -> dict[str, Any]:
-    """In a process of its own: the report's `pass_ms` for a BERT masked LM with SPLADE pooling, several times."""
+    """Return the report's `pass_ms` for several captures of a BERT masked LM with SPLADE pooling.
+
+    This function is meant to be run by `isolated`.
+    """
     from transformers import BertConfig, BertForMaskedLM
 
     from benchmarks.demo.model import Splade
@@ -404,7 +407,7 @@ def capture_bert(layers: int, times: int) -> dict[str, Any]:
 
 
 def _sweeps(bench: Bench) -> None:
-    """Training step of the head over B, S and V, one size moving at a time."""
+    """Measure a training step of the head over B, S and V, varying one size at a time."""
     base, moves = _sweep_sizes(bench)
     bench.results.fixed = dataclasses.asdict(base)
     known: dict[Shape, dict[str, Point]] = {}
@@ -430,7 +433,7 @@ def _sweep_sizes(bench: Bench) -> tuple[Shape, dict[str, list[int]]]:
 
 
 def _point(bench: Bench, shape: Shape, name: str) -> Point:
-    """A training step at one place of the sweeps."""
+    """Measure a training step at one place of the sweeps."""
     if bench.cuda:
         works = _fitting(bench, shape, Case(shape, bench.device).works([TRAINING], [name]))
         if not works:

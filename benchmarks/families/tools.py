@@ -1,4 +1,4 @@
-"""What inspecting costs: the import, `explain` on a model, a pattern's lines."""
+"""The cost of the tools: the import, `explain` on a model, and the number of lines of a pattern."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(json.dumps([imported - started, time.perf_counter() - imported]))
 
 
 def _import(bench: Bench) -> None:
-    """In processes of their own."""
+    """Measure the import, in separate processes."""
     times = 2 if bench.quick else 9
     found = []
     for _ in range(times):
@@ -50,7 +50,7 @@ def _import(bench: Bench) -> None:
 
 
 def _explain(bench: Bench) -> None:
-    """`explain`, its text and its page, beyond what Dynamo takes to capture the same call."""
+    """Measure `explain`, its text and its page, less the time in which Dynamo captures the same call."""
     from transformers import BertConfig, BertForMaskedLM
 
     from benchmarks.demo.model import Splade
@@ -67,12 +67,12 @@ def _explain(bench: Bench) -> None:
         str(found), found.to_html()
         assert found.report.rewrites
 
-    # Processor time of one thread, the least of several runs: the machine may have other work.
+    # Processor time of one thread, and the least of several runs, because other programs may be running.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for what in (capture, explained):
-            _processor_time(what)  # imports and first uses
+            _processor_time(what)  # keeps imports and other first uses out of the measurement
         times = [(_processor_time(explained), _processor_time(capture)) for _ in range(4)]
     finally:
         torch.set_num_threads(threads)
@@ -95,7 +95,7 @@ def _processor_time(what: Callable[[], None]) -> float:
 
 
 def _lines(bench: Bench) -> None:
-    """The documentation's template and its tests, as a newcomer would copy them."""
+    """Count the lines of the documentation's template and its tests, as a newcomer would copy them."""
     page = (DOCS / "how-to" / "write-a-pattern.md").read_text()
     template, test = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
     written = [line for line in (template + test).splitlines() if line.strip()]

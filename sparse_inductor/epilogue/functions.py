@@ -66,7 +66,7 @@ class Scalar:
 
 
 def guarded(f: Callable[[float], float]) -> Callable[[float], float]:
-    """Return inf where f overflows, as IEEE arithmetic does. Python's math raises instead."""
+    """Return a function that gives inf where f overflows, as IEEE arithmetic does. Python's math raises instead."""
 
     def g(x: float) -> float:
         try:
@@ -141,7 +141,7 @@ SCALAR: dict[str, Scalar] = {
     "fill_below": Scalar(2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: x < t, constant_to=_given),
     "fill_above": Scalar(2, lambda x, t, v: torch.where(x > t, v, x), _one, lambda x, t, v: x > t),
     # x times [x > t] ([x >= t]): like threshold and fill_below, but the slope is multiplied by 0. It is 0 at a NaN, and
-    # NaN where a following step has an infinite slope.
+    # NaN where a following step has an infinite or NaN slope.
     "gate_above": Scalar(
         2, lambda x, t, v: torch.where(x <= t, v, x), lambda x, y, t, v: (x > t).to(x.dtype), constant_to=_given
     ),

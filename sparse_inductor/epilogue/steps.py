@@ -74,7 +74,7 @@ _MIRRORED = {
 
 
 def simplified(program: Sequence[Step]) -> Program:
-    """Return a program without pairs of sign changes that cancel: -min(-x, 0) is max(x, 0), also in its ties."""
+    """Return a program without pairs of sign changes that cancel: -min(-x, 0) is max(x, 0), also at a tie."""
     if program[-1:] != (_MINUS,):
         return tuple(program)
     *before, _ = program

@@ -55,7 +55,8 @@ def zero_threshold(program: Sequence[Step]) -> float | None:
 
 
 def _sign(t: float) -> float | None:
-    """Return the bound of the input for a bound t of the result, of a step that rises and is 0 at 0."""
+    """Return the bound of the input for a bound t of the result, of a step that rises and is 0 at 0; None if t is not
+    0."""
     return 0.0 if t == 0 else None
 
 

@@ -72,7 +72,7 @@ def fold(
     group_of: Callable[[GraphNode], str],
     link: str,
 ) -> tuple[list[Box], list[tuple[str, list[GraphNode]]]]:
-    """Lay out a whole graph without its inputs, folding all nodes that are not in `marked` (name -> kind).
+    """Make boxes of a whole graph without its inputs, folding all nodes that are not in `marked` (name -> kind).
 
     Consecutive nodes of one group share a fold, so that folding creates no cycles. Returns the boxes, and for each fold
     its title and nodes; a fold's box links to `link` + its number.

@@ -217,8 +217,7 @@ def explained(
         met, started = compat.untraceable(), time.perf_counter()
         torch.compile(fn, backend=backend)(*args, **kwargs)
         capture_ms = (time.perf_counter() - started) * 1e3
-    if not capture.graphs:
-        capture.left_alone(compat.untraceable() - met)
+    capture.left_alone(compat.untraceable() - met)
     for check in checked.checks:
         capture.report.add_check(check)
     if fresh:
@@ -250,9 +249,10 @@ class Capture:
             yield
 
     def left_alone(self, reasons: Mapping[str, int]) -> None:
-        """Record the first reason why Dynamo compiled nothing of the frame; later reasons are its consequences. The
-        location is unknown, because there is no graph."""
-        self._breaks += [GraphBreak("?", reason) for reason in [*reasons][:1]]
+        """Record the first reason why Dynamo left a frame to Python; later reasons are its consequences. The location
+        is unknown, because no graph has it."""
+        if not self._breaks:
+            self._breaks += [GraphBreak("?", reason) for reason in [*reasons][:1]]
 
     def explanation(self, capture_ms: float = 0.0) -> Explanation:
         return Explanation(self.report, tuple(self.graphs), tuple(self._breaks), capture_ms)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 AROUND = 2  # lines of source before and after a marked one
-APART = 8  # larger gaps between marked lines are left out
+APART = 8  # gaps of at least this many lines between the shown ones are left out
 WHOLE = 40  # graphs with at most this many operations are drawn without folding
 DEPTH = 6  # components of a module's path to group by: "model.bert.encoder.layer.0.attention"
 FOLDS = 80  # boxes of a folded graph; if there are more, modules are combined

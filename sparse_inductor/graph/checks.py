@@ -52,7 +52,8 @@ def check_operands(node: fx.Node, *tensors: fx.Node) -> None:
 
 def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, learnt: bool) -> None:
     """Raises NoMatch where one of the nodes up to `end` runs in another grad mode, or (with `learnt`) passes on no
-    gradient although the operator would."""
+    gradient although the operator would. If nothing is recorded at `end`, `learnt` has no effect."""
+    learnt = learnt and view.records(end)
     for n in nodes:
         whole = n if view.is_tensor(n) else n.args[0]  # an assignment has no result
         if view.records(n) != view.records(end):
@@ -184,7 +185,8 @@ def _check_gradient(
             why = "is made of, and autograd may compute that once more afterwards"
             raise NoMatch(f"{label(by)} writes to an input that {label(source)} {why}", by)
         for by in view.effects.writers_to(source):
-            if compat.is_higher_order(by.target):  # AOTAutograd recomputes a checkpoint
+            # AOTAutograd recomputes a checkpoint.
+            if by not in inside and compat.is_higher_order(by.target):
                 why = f"writes to {label(source)}, and may again before the gradient reads it"
                 raise NoMatch(f"the body of {label(by)} {why}", by)
         if view.in_inference_mode(source):

@@ -153,7 +153,8 @@ def reached(
 def taken_apart(whole: At, apart: Callable[[At], Sequence[At]], most: int = 32) -> list[At]:
     """Return the parts of `whole` in order. `apart` returns the parts of one of them, or none.
 
-    Stops at `most` parts, because nested expressions such as `k & k` double their number at each level.
+    Stops once there are more than `most` parts, because nested expressions such as `k & k` double their number at each
+    level.
     """
     found: list[At] = []
     left = [whole]
@@ -188,7 +189,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _by_bodies(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a higher-order operator may write: none if no body of it writes its inputs."""
+    """Return the arguments that a higher-order operator may write: none if it has bodies and these write no input."""
     bodies = [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
     if bodies and not any(map(_writes_inputs, bodies)):
         return []

@@ -94,10 +94,12 @@ def bounds(size: Any) -> tuple[int | float, int | float]:
 
 
 def expected(size: Any) -> int:
-    """Return the value of a size when the graph was captured; 1 if it had none yet."""
+    """Return the value of a size when the graph was captured; 1 if it had none yet, or if the size of a nested tensor
+    has several."""
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    known = size.node.has_hint() and not isinstance(size.node.hint, torch.SymInt)
+    return int(size.node.hint) if known else 1
 
 
 def expected_elements(sizes: Iterable[Any]) -> int:

@@ -1,9 +1,9 @@
 """Tensors that an operator saves for its backward and that the program writes to afterwards.
 
-Autograd raises in a backward if a saved tensor was written to. An operator may save other tensors than the operations
-that it replaces, so those that are written to afterwards are copied for it. Inductor drops such a copy, but only after
-AOTAutograd has made the write functional. The caller may also write to a tensor that the graph returns. That one needs
-a copy that no pass removes.
+Autograd raises in a backward if a saved tensor was written to. An operator may save more tensors than the operations
+that it replaces, or others, so those that are written to afterwards are copied for it. Inductor drops such a copy, but
+only after AOTAutograd has made the write functional. The caller may also write to a tensor that the graph returns. That
+one needs a copy that no pass removes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attenti
 
 @contextlib.contextmanager
 def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[None]:
-    """Copy the tensors that an operator saves and that are written to later. The block replaces `nodes` of the graph by
-    the operator. Inputs are copied before the operator, and its result after it."""
+    """Copy the tensors that are written to after an operator has saved them. The block replaces `nodes` of the graph by
+    the operator and products that compute its operands, which save tensors as well. Inputs are copied before the
+    operator or product, the operator's result after it."""
     present = set(view.graph.nodes)
     written = _Written(view, nodes)
     yield
     new = [n for n in view.graph.nodes if n not in present]
-    # operators of this package that autograd records
-    ops = [n for n in new if is_operator(n) and any(t.requires_grad for t in tensors_in(fake(n)))]
-    for op in ops:
+    recorded = [n for n in new if any(t.requires_grad for t in tensors_in(fake(n)))]
+    ops = [n for n in recorded if is_operator(n)]
+    for op in (n for n in recorded if is_operator(n) or view.name_of(n) in ("mul", "div")):
         for node in op.all_input_nodes:
             if written.later(node):
                 with view.graph.inserting_before(op):
@@ -103,8 +104,8 @@ class _Written:
 
 
 def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the tensors that products among the nodes save: each factor whose other factor needs a gradient. Of a
-    non-contiguous factor they save a copy."""
+    """Yield the tensors that products among the nodes save: each contiguous factor whose other factor needs a gradient.
+    Of a non-contiguous factor they save a copy, which is not yielded."""
     for node in nodes:
         product, call = contraction(view, node), view.call(node)
         if product is not None:

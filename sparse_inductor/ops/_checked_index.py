@@ -27,7 +27,7 @@ TILE = 1024
 """Words in a tile of the checksum. The keys are [2 sums, TILE, 2 halves of a word]."""
 
 MOST_SIZES = 64
-"""The number of different query layouts and k for which searches are kept."""
+"""The largest number of pairs of a query layout and k for which searches are kept; one more drops all of them."""
 
 Documents = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """ids, values, rows and offsets, as `sparse_scores` takes them."""

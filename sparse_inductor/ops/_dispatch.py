@@ -25,8 +25,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, floa
 
 
 def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call the operator below its Autograd kernel. If no mode or tensor subclass intercepts the call, this calls its
-    CUDA kernel `on_gpu(fn)` directly, which saves a second pass through the dispatcher.
+    """Call the operator below its Autograd kernel. On a GPU, if no mode or tensor subclass intercepts the call, this
+    calls the CUDA kernel `on_gpu(fn)` directly, which saves a second pass through the dispatcher. Any other call goes
+    through the dispatcher.
 
     The first argument must be a tensor, and lists among the arguments must contain tensors.
     """

@@ -178,8 +178,8 @@ def _columns(weight: Tensor, columns: Tensor) -> Tensor:
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """Mask of the rows of inputs or gradients with a sum that is not finite. 0 times such an element is NaN, so all
-    neurons of these rows are computed."""
+    """Mask of the rows of inputs or gradients with an element, or a sum, that is not finite. 0 times an element that is
+    not finite is NaN, so all neurons of these rows are computed."""
     return ~x.sum(1).isfinite()
 
 

@@ -1,4 +1,4 @@
-"""The ReLU feed-forward block: y = down(f(gate(x)) * g(up(x))), computed over the non-zero neurons only.
+"""The ReLU feed-forward block: y = down(f(gate(x)) * g(up(x))), with up and down computed for active neurons only.
 
     h = f(x Wg^T + bg) * g(x Wu^T + bu)          [..., N]; without Wu: h = f(x Wg^T + bg)
     y = h Wd^T + bd                              [..., D]; with a residual r: y = r + h Wd^T + bd

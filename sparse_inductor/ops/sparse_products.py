@@ -173,9 +173,8 @@ class _Product(torch.autograd.Function):
         d_f = d_weight = None
         if for_f and ctx.relu:
             d_f = ops.sparse_masked_matmul(f, *entries, grad, weight)
-            d_f = torch.ops.aten.threshold_backward(
-                d_f, f, 0
-            )  # rows that are not packed are computed densely
+            # Rows that are not packed are computed at all columns: keep the entries only.
+            d_f = torch.ops.aten.threshold_backward(d_f, f, 0)
         elif for_f:
             d_f = grad @ weight.t()
         if for_weight:

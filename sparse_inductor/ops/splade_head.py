@@ -339,9 +339,8 @@ def _shared(hidden, weight, bias, rows, *_) -> Rule:
 
 def _shared_values(hidden, weight, bias, rows, *_) -> Rule:
     rule = _shared(hidden, weight, bias, rows)
-    return dataclasses.replace(
-        rule, outputs=rule.outputs[:1]
-    )  # the positions are sharded as the values are
+    # The positions are sharded as the values are.
+    return dataclasses.replace(rule, outputs=rule.outputs[:1])
 
 
 def _shared_backward(

@@ -24,7 +24,8 @@ class Row:
 
     where: a compute capability such as "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active
     elements below which the operator is faster; 1 if it is faster for all data, 0 if it never is. least, most:
-    inclusive bounds of the sizes for which the row holds. apart: `below` with popular neurons computed separately; 0 without them.
+    inclusive bounds of the sizes for which the row holds. apart: `below` with popular neurons computed separately; 0
+    without them.
     """
 
     operator: str
@@ -45,8 +46,8 @@ class Row:
 _MILLION = 1_000_000
 # Costs of popular neurons of a feed-forward block on an H100 and an H200, 2026-11-30. _POPULAR: one popular neuron for
 # one row, relative to gathering it. _LAUNCHES: the additional launches, in gathered weight elements. _LOOK: reading the
-# gates of a row, in gathered weight elements per neuron. A training step gathers four times as much, and reads the
-# gates once.
+# gates of a row, in gathered weight elements per neuron. Both count a third in training, where a step gathers four
+# times as much, launches somewhat more, and reads the gates once.
 _POPULAR, _LAUNCHES, _LOOK = 0.015, 130 * _MILLION, 2.5
 # Rows x weight elements x branches from which on the kernels take longer than the host needs to launch them, in
 # inference and in training.

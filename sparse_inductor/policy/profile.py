@@ -97,7 +97,7 @@ class Site:
     def _take_apart(self, active: torch.Tensor, rows: int, apart: Apart) -> None:
         """Choose the popular elements and update the cost. active: [2, N], each counted in `rows` rows."""
         popular = self.popular
-        # For a rewritten block only two calls were counted, too few rows to choose the popular elements again.
+        # For a rewritten block only one call was counted: too few rows to choose the popular elements again.
         if not self.rewritten:
             popular, self.popular = cheapest(active, rows, apart), None
         if popular is not None:

@@ -69,7 +69,7 @@ class Check:
     """"agrees", "differs" (the unrewritten result is kept) or "unchecked"."""
     detail: str = ""
     error: float | None = None
-    """The largest distance from the fp64 reference, absolute below 1 and relative above."""
+    """The largest distance from the reference (fp64, or fp32 if memory is short): absolute below 1, relative above."""
     plain_error: float | None = None
     """The same for the operations as written."""
     source: str = ""

@@ -15,9 +15,9 @@ KEPT = 0.7  # probability of a one in a mask
 def varied(tree: Any, seed: int) -> Any:
     """Return the same tree with other tensors of the same shapes, dtypes and `requires_grad`.
 
-    Values keep their sign and approximate magnitude. A constant tensor gets values around the constant. Tensors with
-    few distinct values are permuted. Flags (bool, or integers and constant inputs that consist of 0 and 1) are drawn at
-    random. Other integers are unchanged, because they may be indices.
+    Values keep their sign and approximate magnitude. A constant tensor gets values around the constant. Inputs with
+    few distinct values are permuted. Flags (bool, integers that are all 0 or 1, and floating-point inputs that are 0 or
+    1 throughout) are drawn at random. Other integers are unchanged, because they may be indices.
     """
     generator = torch.Generator().manual_seed(seed)
 

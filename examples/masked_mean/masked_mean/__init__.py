@@ -1,1 +1,1 @@
-"""Masked mean pooling as one operator, and the pattern that puts it in."""
+"""Masked mean pooling as one operator, and the pattern that inserts it."""

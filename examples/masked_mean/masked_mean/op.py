@@ -1,4 +1,4 @@
-"""The operator: the mean of the tokens that a mask keeps, as one product, without the masked copy of the states.
+"""The operator: the mean of the tokens that a mask keeps, as one product, without a masked copy of the hidden states.
 
 out[b, d] = sum_s mask[b, s] * hidden[b, s, d] / max(sum_s mask[b, s], eps)
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.library.custom_op("masked_mean::pool", mutates_args=())
 def pool(hidden: Tensor, mask: Tensor, eps: float) -> Tensor:
-    """hidden [B, S, D], mask [B, S] (any real or bool dtype), to [B, D] in the dtype of `hidden`."""
+    """Pool hidden [B, S, D] with mask [B, S] (any real or bool dtype); return [B, D] in the dtype of `hidden`."""
     weights = _weights(hidden, mask, eps)
     return torch.bmm(weights.unsqueeze(1), hidden).squeeze(1)
 

@@ -1,4 +1,4 @@
-"""The pattern: what masked mean pooling looks like, and what it becomes."""
+"""The pattern: masked mean pooling as users write it, and its replacement."""
 
 from __future__ import annotations
 

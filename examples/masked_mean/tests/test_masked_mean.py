@@ -1,4 +1,4 @@
-"""All the tests that the pattern needs, and those of its operator."""
+"""All the tests that the pattern needs, and the tests of its operator."""
 
 import torch
 from masked_mean.pattern import PATTERN, pooled

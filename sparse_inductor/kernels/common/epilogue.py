@@ -50,7 +50,7 @@ def encode(program: Sequence[Step]) -> tuple[str | int | float, ...]:
 def row_arguments(
     rows: Sequence[torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, ...] | None, tuple[int, ...] | None]:
-    """Return row operands [B, S], of any real or bool dtype, as kernel arguments: tensors and their strides."""
+    """Return row operands [B, S], of any real or bool dtype and any strides, as kernel arguments: tensors, strides."""
     if not rows:
         return None, None
     tensors = tuple(r.view(torch.uint8) if r.dtype == torch.bool else r for r in rows)

@@ -292,7 +292,7 @@ def step(d, f, g, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
     rest = tl.where(inside, rest, 1.0)
     if KIND <= 0:
         # For beta < 1, h has a corner with an infinite slope wherever an entry enters the support. The curvature gives
-        # no estimate then, so the estimate is h itself.
+        # no estimate then, so the estimate is |h - 1| at the old d.
         seen = tl.abs(h - 1.0) - NOISE if KIND == -1 else tl.abs(h - 1.0)
         rest = tl.where(beta < 1.0, seen, rest)
     # The limit of fp32: there is no number between the bounds, or the step changes only the last bit of d.

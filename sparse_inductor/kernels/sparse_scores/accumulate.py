@@ -25,9 +25,8 @@ CHUNK_BITS = 13
 # 32 KiB of accumulators: more than 48 KiB of shared memory would require setting an attribute of the kernel.
 CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
-MAX_SUM = (
-    1 << 30
-)  # bound of a query's sum of |integer weights|: accumulators stay within 2^29, plus 1 per term
+# Bound of a query's sum of |integer weights|: accumulators stay within 2^29, plus 1 per term.
+MAX_SUM = 1 << 30
 
 # Words between the candidate counters of two queries, a cache line: atomics on the same line would be serialised.
 COUNTERS_APART = 32

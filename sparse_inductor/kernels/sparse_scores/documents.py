@@ -92,8 +92,8 @@ def _few_kernel(
 
 
 def table_of(query: torch.Tensor, wide: bool) -> torch.Tensor:
-    """Queries [B, V] as the table of `score_rows`: a view [V, B] for few queries, else contiguous [V + 1, B] in the
-    dtype of the sums. The last row is for invalid ids and holds 0."""
+    """Queries [B, V] as the table of `score_rows`: a view [V, B] for few queries; else contiguous [V + 1, B] in the
+    dtype of the sums, with a last row of zeros for invalid ids."""
     if query.shape[0] <= _FEW:
         return query.t()
     query = query.to(torch.float64 if wide else torch.float32)

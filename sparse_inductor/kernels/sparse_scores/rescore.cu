@@ -19,7 +19,8 @@ constexpr int ROUND = 32, ROUNDS = 8, ANYHOW = READ_ANYHOW / ROUND, SURE = 3, LO
 // The largest number of entries, of up to 32 rows of a warp, that passed the filter. For scaled weights the row number is
 // stored in the bits above the entry number.
 constexpr u32 PASSED = 96, ROW_AT = 44;
-constexpr u32 FILTER_TERMS = 1023;  // with more terms, over a quarter of the bits is set and loading all weights is as fast
+// With more terms an eighth of the bits may be set, and loading all weights is as fast.
+constexpr u32 FILTER_TERMS = 1023;
 constexpr u32 CLASSES = 8;  // classes of lengths, in steps of 32
 constexpr u32 MOST = RANKED_UP_TO;  // keys that a block ranks, in as many buckets
 constexpr u32 EACH = MOST / THREADS;

@@ -24,10 +24,10 @@ _TICKETS = tl.constexpr(
 
 # The largest vocabulary for which rescore.cu filters rows by a query's terms.
 FILTERED_UP_TO = 1 << 16
-READ_ANYHOW = 128  # terms per row that rescore.cu reads unconditionally, in four rounds of 32
-RANKED_UP_TO = (
-    1024  # the largest number of keys of a query that a block of rescore.cu writes in order
-)
+# Terms per row that rescore.cu reads unconditionally, in four rounds of 32.
+READ_ANYHOW = 128
+# The largest number of keys of a query that a block of rescore.cu writes in order.
+RANKED_UP_TO = 1024
 filtered_kernel = CudaKernel(Path(__file__).with_suffix(".cu"), "rescore", __name__)
 
 

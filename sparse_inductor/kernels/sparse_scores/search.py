@@ -117,9 +117,9 @@ class Packed:
     sample: Chunks
     is_long: torch.Tensor  # int32 [V / 32], a bit per term: whether its lists count as long
     df: torch.Tensor  # int64 [V], documents per term
-    extremes: (
-        torch.Tensor
-    )  # fp64 [2]: the largest |weight|, the unit of integer weights; the least weight, at most 0
+    # fp64 [2]: the largest |weight|, which is WEIGHT_STEPS as an integer weight; the least weight, or 0 if none is
+    # negative.
+    extremes: torch.Tensor
     offsets: torch.Tensor  # int64 [N + 1], of the rows
     terms: torch.Tensor  # [nnz + READ_ANYHOW]
     weights: torch.Tensor  # [nnz]

@@ -21,7 +21,7 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals, regrouped
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.no_match import NoMatch, changed, if_matched
-from ...graph.values import made_of_parameters, rounds
+from ...graph.values import is_parameter, made_of_parameters, rounds
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
@@ -74,11 +74,15 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
 
 
 def _is_gate(view: GraphView, found: Probabilities, p: Operand, v: Operand) -> bool:
-    """Whether probabilities weight the features of their own row, or come from a linear layer, as for experts."""
-    scores, _ = view.behind(found.found.source, COPIES | {"cast", "mul", "div", "masked_fill"})
+    """Whether probabilities weight the features of their own row, come from a linear layer, as for experts, or are
+    learned themselves, as a choice of features."""
+    source = found.found.source
+    scores, _ = view.behind(source, COPIES | {"cast", "mul", "div", "masked_fill"})
     product = contraction(view, scores)
     layer = product is not None and product.weight and not same_size(view.shape(scores)[-1], 1)
-    return {*p.axes} == {*v.axes} or layer
+    learnt = layer or made_of_parameters(view, source)
+    features = is_parameter(view, v.node) and "batched matmul" not in producers(view, scores)
+    return {*p.axes} == {*v.axes} or learnt or features
 
 
 def _check_operands(view: GraphView, node: fx.Node) -> None:

@@ -97,7 +97,7 @@ class Attention:
 
     @property
     def bytes_saved(self) -> int | None:
-        """The bytes of the probabilities that a training step would save."""
+        """The bytes of the probabilities, which a training step keeps for the backward."""
         return bytes_of(self.found.node) if self.view.needs_grad(self.anchor) else 0
 
     @property

@@ -23,7 +23,7 @@ from ...graph.axes import flat, fresh, originals
 from ...graph.emit import Emitter, own_operator
 from ...graph.fakes import attribute, bytes_of
 from ...graph.names import Call
-from ...graph.no_match import NoMatch, once, remembered
+from ...graph.no_match import NoMatch, if_matched, once, remembered
 from ...graph.saved import for_the_caller
 from ...graph.scalars import RECTIFIERS
 from ...graph.trial import Region, region
@@ -103,7 +103,7 @@ class Transform:
 
     @property
     def bytes_saved(self) -> int | None:
-        """The bytes that a training step saves in addition to the probabilities: none for a call of the package, else
+        """The bytes that a training step keeps in addition to the probabilities: none for a call of the package, else
         the sorted scores, their sums and other intermediates of the formula, counted as one tensor each."""
         if not self.view.needs_grad(self.source):
             return 0
@@ -163,6 +163,11 @@ def may_be_there(view: GraphView) -> bool:
         return any(map(may_be, view.graph.nodes))
     except Unknown:
         return True
+
+
+def is_entmax(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node is the result of an entmax."""
+    return may_be_there(view) and if_matched(transform, view, node) is not None
 
 
 @once

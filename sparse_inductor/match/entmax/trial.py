@@ -126,7 +126,7 @@ class Trial:
                 wrong = wrong or self._forward_of(piece, width, fills)
         for fill in fills if wrong is None else ():
             p = self._row_with(piece, fill)
-            if p is not None and not p[1].any():
+            if p is not None and not p.any():
                 return self._reason("is zero in a row that is masked throughout", fill)
         return wrong
 

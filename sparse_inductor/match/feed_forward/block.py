@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -25,6 +25,7 @@ from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
 from ..chains.family import above, may_be_above
 from ..chains.joined import Joined, joined_summands
+from ..entmax.transform import is_entmax
 from .branches import branches, merged, same_map, same_summand
 from .indicators import is_flat, lone, said
 
@@ -33,18 +34,14 @@ _OTHERS = frozenset(
     "scatter amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
     "scaled_dot_product_attention".split()
 )
-# Operations that return probabilities: a rectifier above one of them is part of the weights of tokens or experts, not
-# an activation.
-_PROBABILITIES = frozenset("softmax entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 RECTIFIER_CALLS = frozenset(
     (
         *"clamp clamp_min maximum where sign heaviside gt ge lt le autograd_function_apply".split(),
         *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
     )
 )
-SIGNS = (
-    RECTIFIERS | RECTIFIER_CALLS
-)  # every block, and everything that resembles one, contains one of these
+# Every block, and everything that resembles one, contains one of these.
+SIGNS = RECTIFIERS | RECTIFIER_CALLS
 
 
 class Factor(NamedTuple):
@@ -208,12 +205,17 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
         mask = view.name_of(n) in COMPARISONS and view.is_tensor(n)
         return not mask or expected_elements(view.shape(n)) >= activations
 
-    def found(stop: frozenset[str]) -> set[str]:
-        return set[str]().union(*(above(view, s, stop, counts) for s in sources))
+    def activates(n: fx.Node) -> bool:
+        """As `counts`, without probabilities: a rectifier in them or above them weights tokens, features or experts."""
+        weighs = view.name_of(n) == "softmax" or is_entmax(view, n)
+        return counts(n) and not weighs
 
-    if found(_OTHERS | _PROBABILITIES).isdisjoint(RECTIFIER_CALLS - {"where"}):
+    def found(which: Callable[[fx.Node], bool]) -> set[str]:
+        return set[str]().union(*(above(view, s, _OTHERS, which) for s in sources if which(s)))
+
+    if found(activates).isdisjoint(RECTIFIER_CALLS - {"where"}):
         return False
-    return "linear" in found(_OTHERS)
+    return "linear" in found(counts)
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:

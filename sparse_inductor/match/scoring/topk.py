@@ -55,9 +55,8 @@ class Top:
 def top_of(view: GraphView, s: Scored) -> Top | None:
     """The selection that is the only reader of the scores, through views; None if there is none."""
     if view.needs_grad(s.node):
-        return (
-            None  # the gradient needs all documents; scattering it from the top-k is not worth it
-        )
+        # The gradient needs all documents, and scattering it from the top-k is not worth it.
+        return None
     node, path = s.node, []
     while True:
         readers = list(view.readers(node))

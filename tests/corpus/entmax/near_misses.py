@@ -8,6 +8,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import Function
 
 from corpus.entmax.hand_written import (
@@ -18,10 +19,11 @@ from corpus.entmax.hand_written import (
     unhalved_halving,
 )
 from corpus.entmax.masks import some_rows_without_keys
-from corpus.entmax.registry import INFER, SCALE, TRAIN, B, D, H, L, entmax, normal, qkv
+from corpus.entmax.registry import INFER, SCALE, TRAIN, B, D, H, L, entmax, normal, program, qkv
 from corpus.entmax.registry import attention as any_attention
 from corpus.entmax.registry import rows as any_rows
 from corpus.entmax.registry import scored as any_scored
+from corpus.entmax.repositories import InPlaceSparsemax
 
 attention = functools.partial(any_attention, "no_rewrite")
 rows = functools.partial(any_rows, "no_rewrite")
@@ -139,6 +141,26 @@ def routed_to_experts(q, k, v, mask):
 def features_weighed(q, k, v, mask):
     """TabNet's mask, and a sum"""
     return (entmax.sparsemax(q, dim=-1) * v).sum(-1)
+
+
+class FeatureMask(nn.Module):
+    """TabNet's: sparsemax over a layer's outputs, written out as there, times the features, which the next layer takes;
+    and NODE's, which is learnt itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.scores, self.next = nn.BatchNorm1d(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.choice = nn.Parameter(normal((D, D), 6, 2.0).detach())
+
+    def forward(self, x, priors):
+        scores = torch.cat([self.bn(part) for part in self.scores(x).chunk(2)]) * priors
+        kept = InPlaceSparsemax.apply(scores) * x
+        return self.next(kept) @ entmax.entmax15(self.choice, dim=0)
+
+
+@program("no_rewrite", "a layer weighs features, and learnt weights choose some")
+def features_of_a_layer():
+    return FeatureMask(), (normal((6, D), 1), normal((6, D), 2).detach().abs())
 
 
 @attention("einsum of 3 tensors makes the scores", pattern="entmax_attention", at="torch.einsum(")

@@ -87,6 +87,31 @@ class SetUpContext(Function):
         return inside * (grad - mean)
 
 
+class InPlaceSparsemax(Function):
+    """TabNet's and NODE's: the maximum is taken off the input itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x -= x.max(-1, keepdim=True).values
+        out = torch.clamp(x - sparsemax_threshold(x), min=0)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[p == 0] = 0
+        mean = grad.sum(-1) / (p != 0).sum(-1).to(p.dtype)
+        return torch.where(p != 0, grad - mean.unsqueeze(-1), grad)
+
+
+@rows()
+def function_that_writes_to_its_input(x):
+    """TabNet: scores times priors, which nobody else reads"""
+    return InPlaceSparsemax.apply(x * 1.5)
+
+
 each(
     attention(),
     function_with_setup_context=lambda q, k, v, mask: SetUpContext.apply(q @ k.mT * SCALE) @ v,

@@ -393,3 +393,11 @@ each(
         torch.where((torch.arange(S) < 3)[:, None], F.gelu(m.up(x)), 0.0)
     ),
 )
+
+
+@miss("texts are scored against texts")
+def first_tokens_scored(x, m):
+    """naver/splade aggregated by "cls", tevatron's pooling "last": in-batch scores"""
+    kept = (torch.arange(S) < 3)[:, None]
+    queries, documents = ((torch.log1p(F.relu(m.up(t))) * kept)[:, 0] for t in (x, x.flip(0)))
+    return queries @ documents.T
