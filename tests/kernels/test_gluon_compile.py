@@ -40,7 +40,7 @@ def compile_all() -> None:
         dict(hopper.COSTS), (True, False), ("i32", "*bf16")
     ):
         constants = {
-            "COLUMNS": columns, "KBLOCKS": 16, "EACH": 8, "STAGES": hopper.stages(columns),
+            "COLUMNS": columns, "KBLOCKS": 16, "STAGES": hopper.stages(columns),
             "HAS_BIAS": not k_major, "K_MAJOR": k_major,
         }  # fmt: skip
         weight = descriptor(columns, 64) if k_major else descriptor(64, columns)
@@ -52,7 +52,7 @@ def compile_all() -> None:
     )
     for training in (False, True):
         constants = {
-            "KBLOCKS": 12, "EACH": 12, "OUTER": encode(parse("relu | log1p")), "HAS_BIAS": True,
+            "KBLOCKS": 12, "EACH": 2, "OUTER": encode(parse("relu | log1p")), "HAS_BIAS": True,
             "HAS_ADD": True, "HAS_FILL": training, "WANT_WINNER": training,
         }  # fmt: skip
         given = [granule, token, *types, *["i32"] * 5]
