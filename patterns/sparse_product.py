@@ -147,11 +147,14 @@ class SparseProduct(Recogniser):
 
 
 def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """Return the tensor whose ReLU the activations are, if it still has its value where the decoder reads them."""
+    """Return the tensor whose ReLU the activations are, if it still has its value where the decoder reads them, and its
+    gradient, if it needs one, goes through the ReLU."""
     call = view.call(activations)
     if call.name != "relu" or call.inplace or view.value(activations, anchor) is not activations:
         return None
     z = call["input"]
+    if view.needs_grad(z) and not view.needs_grad(activations):
+        return None
     there = view.is_tensor(z) and not view.effects.changes(z, activations, anchor)
     return z if there and fake(z).dtype == fake(activations).dtype else None
 
@@ -224,6 +227,13 @@ def _above_a_threshold_of_the_batch(x, encoder, decoder):
     return decoder(f * (f >= f.flatten().topk(20).values[-1]))
 
 
+def _without_gradient(x, encoder, decoder):
+    pre = encoder(x)
+    with torch.no_grad():
+        f = F.relu(pre)
+    return decoder(f), f, pre
+
+
 def _over_the_tokens(x, encoder, decoder):
     f = F.relu(encoder(x))
     return torch.einsum("bsn,se->bne", f, decoder.weight[:, :4].repeat(2, 1)[:6]), f
@@ -244,6 +254,7 @@ SparseProduct.examples = _examples(
     bounded_penalty=_bounded_penalty,
     largest_of_the_batch=_largest_of_the_batch,
     above_a_threshold_of_the_batch=_above_a_threshold_of_the_batch,
+    without_gradient=_without_gradient,
 )
 SparseProduct.near_misses = (
     *_examples("does not sum over the last axis", over_the_tokens=_over_the_tokens),

@@ -120,14 +120,20 @@ def test_a_bisection_that_is_not_renormalised_has_no_nan_for_large_scores():
         )
 
 
-def test_a_bisection_that_is_not_renormalised_makes_zeros_of_rows_masked_with_the_least_number():
-    """For the lowest number x, x - 1 == x, so the bisection gives zeros; the operator gives equal probabilities."""
+@pytest.mark.parametrize(
+    ("fill", "dtype"),
+    [(None, torch.float32), (-1e9, torch.float32), heavy(-1e4, torch.bfloat16)],
+)
+def test_a_bisection_that_is_not_renormalised_makes_zeros_of_rows_masked_with_large_numbers(
+    fill, dtype
+):
+    """For such a number x, x - 1 == x, so the bisection gives zeros; the operator gives equal probabilities."""
 
     def program(x, keep):
-        least = torch.finfo(x.dtype).min
-        return entmax.entmax_bisect(x.masked_fill(~keep, least), 1.5, ensure_sum_one=False)
+        number = torch.finfo(x.dtype).min if fill is None else fill
+        return entmax.entmax_bisect(x.masked_fill(~keep, number), 1.5, ensure_sum_one=False)
 
-    x, keep = torch.randn(4, 33), torch.zeros(4, 33, dtype=torch.bool)
+    x, keep = torch.randn(4, 33).to(dtype), torch.zeros(4, 33, dtype=torch.bool)
     assert not program(x, keep).any(), "no longer the case this test is about"
     with only("entmax") as report, torch.no_grad():
         compile_without_codegen(program)(x, keep)

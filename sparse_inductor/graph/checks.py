@@ -11,7 +11,7 @@ from torch import fx
 from .. import compat
 from ..pattern import Match, Miss
 from .contraction import PRODUCTS
-from .effects import gives_memory, made_of
+from .effects import gives_memory, made_of, writes_past_autograd
 from .fakes import tensors_in
 from .mesh import is_distributed
 from .names import stored
@@ -185,10 +185,15 @@ def _check_gradient(
             why = "is made of, and autograd may compute that once more afterwards"
             raise NoMatch(f"{label(by)} writes to an input that {label(source)} {why}", by)
         for by in view.effects.writers_to(source):
-            # AOTAutograd recomputes a checkpoint.
-            if by not in inside and compat.is_higher_order(by.target):
+            if not compat.is_higher_order(by.target):
+                continue
+            if by not in inside:  # AOTAutograd recomputes a checkpoint
                 why = f"writes to {label(source)}, and may again before the gradient reads it"
                 raise NoMatch(f"the body of {label(by)} {why}", by)
+            if writes_past_autograd(by):  # other gradients are computed from what it wrote
+                raise NoMatch(
+                    f"the body of {label(by)} writes to {label(source)} past autograd", by
+                )
         if view.in_inference_mode(source):
             why = "was made under inference_mode: PyTorch saves it for no backward"
             raise NoMatch(f"{label(source)} {why}", reader)

@@ -190,17 +190,30 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 def _by_bodies(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a higher-order operator may write: none if it has bodies and these write no input."""
-    bodies = [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
+    bodies = _bodies(node)
     if bodies and not any(map(_writes_inputs, bodies)):
         return []
     return _tensors(node)
 
 
-def _writes_inputs(body: fx.GraphModule) -> bool:
+def _bodies(node: fx.Node) -> list[fx.GraphModule]:
+    return [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
+
+
+def writes_past_autograd(node: fx.Node) -> bool:
+    """Whether a body of a higher-order operator writes to its inputs without autograd's version counter."""
+    return any(_writes_inputs(body, uncounted=True) for body in _bodies(node))
+
+
+def _writes_inputs(body: fx.GraphModule, uncounted: bool = False) -> bool:
+    """Whether a body writes to its inputs; with `uncounted`, whether autograd's version counter misses such a write."""
     effects = Effects(body.graph, {n: i for i, n in enumerate(body.graph.nodes)})
     given = {None, *body.graph.find_nodes(op="placeholder"), *body.graph.find_nodes(op="get_attr")}
     return any(
-        not given.isdisjoint(effects.creators(t)) for ts in effects.writers.values() for t in ts
+        not given.isdisjoint(effects.creators(t))
+        for by, ts in effects.writers.items()
+        for t in ts
+        if not uncounted or (by, t) in effects.uncounted
     )
 
 
@@ -352,12 +365,12 @@ class Effects:
         """Return a writer to the memory of `node` after `since` whose write autograd does not record or count; None if
         there is none."""
         for writer, target in self._between(node, self._order[since], len(self._order)):
-            if not _follows(target, node) or (writer, target) in self._uncounted:
+            if not _follows(target, node) or (writer, target) in self.uncounted:
                 return writer
         return None
 
     @functools.cached_property
-    def _uncounted(self) -> set[tuple[fx.Node, fx.Node]]:
+    def uncounted(self) -> set[tuple[fx.Node, fx.Node]]:
         """The writes that do not increase autograd's version counter, as pairs of writer and tensor passed to it."""
         through_data: set[fx.Node] = set()  # `.data` of a tensor, and views of it
         for node in self._graph.nodes if self.writers else ():

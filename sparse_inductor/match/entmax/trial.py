@@ -125,10 +125,17 @@ class Trial:
             with contextlib.suppress(Untestable):  # the program may not allow this size
                 wrong = wrong or self._forward_of(piece, width, fills)
         for fill in fills if wrong is None else ():
-            p = self._row_with(piece, fill)
+            p = self._row_with(piece, self._as_rounded(fill))
             if p is not None and not p.any():
                 return self._reason("is zero in a row that is masked throughout", fill)
         return wrong
+
+    def _as_rounded(self, fill: float) -> float:
+        """A number that is absorbed in float64, in which trials run, if `fill` is absorbed in the scores' dtype: 1 less
+        is the same number."""
+        number = torch.tensor((self.alpha - 1) * fill, dtype=self.view.dtype(self.source))
+        absorbed = math.isfinite(fill) and bool(number - 1 == number)
+        return min(fill, torch.finfo(torch.float32).min) if absorbed else fill
 
     def _forward_of(self, piece: Region, width: int, fills: tuple[float, ...]) -> str | None:
         for rows, fill in _rows(width, self.alpha, fills, self.levels):

@@ -163,6 +163,23 @@ def features_of_a_layer():
     return FeatureMask(), (normal((6, D), 1), normal((6, D), 2).detach().abs())
 
 
+class ClearedPastAutograd(InPlaceSparsemax):
+    """What saved the scores before reads zeros in its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = sort_sparsemax(x)
+        ctx.save_for_backward(out)
+        x.data.zero_()
+        return out
+
+
+@rows("past autograd", modes=TRAIN, at="ClearedPastAutograd.apply(")
+def function_that_writes_to_its_input_past_autograd(x):
+    scores = x * 1.5
+    return scores.square(), ClearedPastAutograd.apply(scores)
+
+
 @attention("einsum of 3 tensors makes the scores", pattern="entmax_attention", at="torch.einsum(")
 def bilinear_scores_in_one_einsum(q, k, v, mask):
     """q W k"""
