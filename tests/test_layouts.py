@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from entmax import entmax15
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +43,63 @@ def test_results_have_the_strides_of_the_program(fn, dynamic):
     assert sparse_inductor.report().rewrites
     for e, g in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (expected, got))):
         assert g.stride() == e.stride()
+        torch.testing.assert_close(g, e)
+
+
+def a_head(x, w):
+    return torch.relu(x @ w).amax(1)
+
+
+def an_adapted_head(x, w, a, b):
+    return torch.relu(F.linear(x, w) + F.linear(F.linear(x, a), b)).amax(1)
+
+
+def a_head_of_two_inputs(x, w, y, v):
+    return torch.relu(x @ w + F.linear(y, v)).amax(1)
+
+
+def a_head_over_channels(x, w):
+    return torch.relu(F.conv1d(x, w)).amax(-1)
+
+
+def a_block_over_channels(x, w, v):
+    return F.conv1d(F.relu(F.conv1d(x, w)), v)
+
+
+def an_adapted_block(x, w, v, a, b):
+    h = F.relu(x @ w)
+    return h @ v + h @ a @ b
+
+
+def attention_to_transposed_keys(q, k, v):
+    return entmax15(q @ k, dim=-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("fn", "sizes"),
+    [
+        (a_head, [(2, 5, 8), (8, 11)]),
+        (an_adapted_head, [(2, 5, 8), (11, 8), (3, 8), (11, 3)]),
+        (a_head_of_two_inputs, [(2, 5, 8), (8, 11), (2, 5, 7), (11, 7)]),
+        (a_head_over_channels, [(2, 8, 5), (11, 8, 1)]),
+        (a_block_over_channels, [(2, 8, 5), (32, 8, 1), (8, 32, 1)]),
+        (an_adapted_block, [(2, 5, 8), (8, 32), (32, 8), (32, 3), (3, 8)]),
+        (attention_to_transposed_keys, [(2, 5, 8), (2, 8, 6), (2, 6, 8)]),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+@pytest.mark.parametrize("codegen", [False, pytest.param(True, marks=pytest.mark.heavy)])
+def test_gradients_are_contiguous_where_the_program_has_them_so(fn, sizes, codegen):
+    """A program may call view(-1) on what torch.autograd.grad returns."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(size).div(size[-1] ** 0.5).requires_grad_() for size in sizes]
+    expected = torch.autograd.grad(fn(*inputs).square().sum(), inputs)
+    with sparse_inductor.enabled(policy="always"):
+        compiled = torch.compile(fn) if codegen else compile_without_codegen(fn)
+        got = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
+    assert len(sparse_inductor.report().rewrites) == 1
+    for e, g in zip(expected, got):
+        assert g.is_contiguous() or not e.is_contiguous()
         torch.testing.assert_close(g, e)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
 from .modes import modes_of
@@ -72,7 +73,9 @@ class Emitter:
 
     def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
         """Insert t.permute(dims), or return t itself if they are in order."""
-        return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))
+        if list(dims) == sorted(dims):
+            return t
+        return self.method("permute", self.dense_gradient(t), tuple(dims))
 
     def cast(self, t: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Insert t.to(dtype), or return t itself if it has that dtype."""
@@ -85,6 +88,20 @@ class Emitter:
             return t
         t = self.method("contiguous", self.permuted(t, order))
         return self.permuted(t, [order.index(d) for d in range(len(order))])
+
+    def dense_gradient(self, t: fx.Node) -> fx.Node:
+        """Return t, or if it is an input of the graph that gets a gradient, t reshaped there and back: the gradient
+        then has the memory layout of t, although t is permuted or concatenated with other tensors."""
+        value = fake(t)
+        seen = t.op in ("placeholder", "get_attr") and value.requires_grad and self._recorded
+        order = memory_order(value)
+        if (
+            not seen or order is None or is_traceable_wrapper_subclass(value)
+        ):  # of a DTensor, a view may communicate
+            return t
+        dense = t if order == sorted(order) else self.method("permute", t, tuple(order))
+        dense = self.method("view_as", self.method("flatten", dense), dense)
+        return self.permuted(dense, [order.index(d) for d in range(len(order))])
 
     def __enter__(self) -> Emitter:
         return self

@@ -81,9 +81,10 @@ class _Written:
         return storages([fake(t) for t in _saved_by(self._view, self._nodes)])
 
     def later(self, node: fx.Node) -> bool:
-        """Whether another node writes to the memory of `node` after the first of these nodes."""
+        """Whether another node of the program writes to the memory of `node` after the first of these nodes."""
+        order = self._view.order  # without the nodes of the replacement, which may write as well
         return any(
-            w not in self._nodes and self._view.order[w] > self._first
+            w not in self._nodes and order.get(w, self._first) > self._first
             for w in self._view.effects.writers_to(node)
         )
 

@@ -39,10 +39,8 @@ class Joined:
                 i = at[which]
                 w = e.method("new_zeros", weights[0], (rows, size)) if i is None else weights[i]
                 columns.append(e.cast(w, dtype))
-            weight = columns[0] if len(columns) == 1 else e.call(torch.cat, columns, 1)
-            pairs.append((weight, bias))
-        x = tokens[0] if len(tokens) == 1 else e.call(torch.cat, tokens, axis)
-        return x, pairs
+            pairs.append((_side_by_side(e, columns, 1), bias))
+        return _side_by_side(e, tokens, axis), pairs
 
     def _input(self, e: Emitter, at: Sequence[int | None]) -> fx.Node:
         chain, i = next((c, i) for c, i in zip(self.chains, at) if i is not None)
@@ -53,6 +51,12 @@ class Joined:
         """The maps that are copied by the concatenation: none if there is one input."""
         several = len(self.inputs) > 1
         return [p for c in self.chains for p in c.linear.summands] if several else []
+
+
+def _side_by_side(e: Emitter, tensors: Sequence[fx.Node], axis: int) -> fx.Node:
+    if len(tensors) == 1:
+        return tensors[0]
+    return e.call(torch.cat, [e.dense_gradient(t) for t in tensors], axis)
 
 
 def joined_summands(chain: Chain) -> Joined:

@@ -80,4 +80,5 @@ class Downs:
             return weight
         if fake(weight).stride(0) != 1:
             return e.call(torch.cat, weights)
-        return e.method("t", e.call(torch.cat, [e.method("t", w) for w in weights], 1))
+        columns = [e.method("t", e.dense_gradient(w)) for w in weights]
+        return e.method("t", e.call(torch.cat, columns, 1))
