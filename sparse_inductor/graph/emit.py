@@ -95,9 +95,8 @@ class Emitter:
         value = fake(t)
         seen = t.op in ("placeholder", "get_attr") and value.requires_grad and self._recorded
         order = memory_order(value)
-        if (
-            not seen or order is None or is_traceable_wrapper_subclass(value)
-        ):  # of a DTensor, a view may communicate
+        # A view of a DTensor may communicate.
+        if not seen or order is None or is_traceable_wrapper_subclass(value):
             return t
         dense = t if order == sorted(order) else self.method("permute", t, tuple(order))
         dense = self.method("view_as", self.method("flatten", dense), dense)
