@@ -224,11 +224,11 @@ class ReluFfn(Recogniser):
         try:
             return first_match(lambda down: self._block(node, view, down), found)
         except NoMatch as reason:
-            # What multiplies two rectified tensors scores the one by the other.
-            rectified = [
-                resembles(view, t, node) for t in (found[0].source, found[0].weight_source)
-            ]
-            return reason.miss(node) if rectified == [True, False] else None
+            source, weight = found[0].source, found[0].weight_source
+            if not resembles(view, source, node):
+                return None
+            # A product of two rectified tensors scores one by the other.
+            return None if resembles(view, weight, node) else reason.miss(node)
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
         if down.d_axes > 1:

@@ -86,8 +86,7 @@ class Emitter:
         order = memory_order(like)
         if order is None or memory_order(fake(t)) == order:
             return t
-        t = self.method("contiguous", self.permuted(t, order))
-        return self.permuted(t, [order.index(d) for d in range(len(order))])
+        return self._permuted_back(self.method("contiguous", self.permuted(t, order)), order)
 
     def dense_gradient(self, t: fx.Node) -> fx.Node:
         """Return t, or if it is an input of the graph that gets a gradient, t reshaped there and back: the gradient
@@ -100,7 +99,11 @@ class Emitter:
             return t
         dense = t if order == sorted(order) else self.method("permute", t, tuple(order))
         dense = self.method("view_as", self.method("flatten", dense), dense)
-        return self.permuted(dense, [order.index(d) for d in range(len(order))])
+        return self._permuted_back(dense, order)
+
+    def _permuted_back(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """Insert the inverse of a permutation by `dims`."""
+        return self.permuted(t, [dims.index(d) for d in range(len(dims))])
 
     def __enter__(self) -> Emitter:
         return self
