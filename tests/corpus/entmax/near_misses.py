@@ -598,3 +598,20 @@ class Halved(Unhalved):
 def half_a_gradient(x):
     """entmax15 of twice the scores with the backward of entmax15"""
     return Halved.apply(x)
+
+
+class ClippedBackward(Unhalved):
+    """A Function of entmax15(2 x) that bounds the gradient that arrives."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        s = p.sqrt()
+        d = 2 * grad.clamp(-50, 50) * s
+        return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+
+
+@rows("gradient is not entmax's", modes=TRAIN, at="ClippedBackward.apply(")
+def gradient_clipped_by_the_backward(x):
+    """The backward is entmax's for gradients of moderate size alone"""
+    return ClippedBackward.apply(x)
