@@ -210,6 +210,19 @@ def test_a_function_that_closes_over_a_module():
     assert "gradient of decoder.bias" in message
 
 
+def test_a_result_that_is_added_to_the_arguments_is_no_argument():
+    """As the modules of sentence-transformers do."""
+
+    class Pooled(Head):
+        def forward(self, features):
+            features["embedding"] = super().forward(features["hidden"], features["mask"])
+            return features
+
+    features = {"hidden": torch.randn(2, 5, 8, requires_grad=True), "mask": torch.ones(2, 5)}
+    assert_matches_reference(Pooled(), [features], vary=0)
+    assert [*features] == ["hidden", "mask"]
+
+
 def test_variation_keeps_what_inputs_mean():
     ids = torch.tensor([[5, 0, 7]])
     mask, bias = torch.ones(40, 40, dtype=torch.int64), torch.zeros(40)

@@ -146,6 +146,7 @@ class _Program:
             for mine, value in zip(self.parameters.values(), parameters, strict=True):
                 mine.copy_(value)
         args, kwargs = pytree.tree_map(self.own, (args, kwargs))
+        leaves = self.leaves(args, kwargs)  # before the program adds its results to a dict
         with random_state_kept(args, kwargs):
             torch.manual_seed(0)
             with torch.set_grad_enabled(training):
@@ -153,7 +154,7 @@ class _Program:
             if not training:
                 return _Result(outputs, [], [])
             drawn = cotangents(outputs) if cotangent is None else cotangent
-            found = gradients(outputs, [*self.leaves(args, kwargs).values()], drawn)
+            found = gradients(outputs, [*leaves.values()], drawn)
         return _Result([o.detach() for o in outputs], found, drawn)
 
     def leaves(self, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
