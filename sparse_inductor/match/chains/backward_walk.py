@@ -255,7 +255,9 @@ class BackwardWalk:
         """The operand that carries the logits, as its epilogue and its position (0 or 1); found: the result of
         `_found`."""
         if len(found) > 1:
-            raise self.decline(f"{self.call.name} combines two tensors that come from linears")
+            one, other = ([linear.node for linear in e.linears] for e, _ in found)
+            what = "functions of one linear" if one == other else "tensors that come from linears"
+            raise self.decline(f"{self.call.name} combines two {what}")
         return found[0]
 
     def _arithmetic(self, a: Any, b: Any, terms: Callable[..., tuple]) -> EpilogueChain:

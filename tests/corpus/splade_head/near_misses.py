@@ -61,6 +61,12 @@ def softmax_over_sequence(logits, mask):
     return (logits.softmax(dim=1) * tokens(logits)).max(dim=1).values
 
 
+@head("div combines two functions of one linear", at="x / (1 + x)")
+def saturation_of_bm25(logits, mask):
+    x = torch.relu(logits)
+    return (x / (1 + x) * mask.unsqueeze(-1)).amax(dim=1)
+
+
 @head("layer_norm", at="F.layer_norm(logits")
 def layer_norm_on_logits(logits, mask):
     logits = F.layer_norm(logits, logits.shape[-1:])
