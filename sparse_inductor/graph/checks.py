@@ -305,17 +305,20 @@ def without_outside_readers(
 
     Matches may share nodes. The nodes in a match's `open` attribute may be read elsewhere. `name(match, node)` returns
     the words for the result of a node ("the scores are"). A miss points at the reader, or at the node if the graph
-    returns it directly.
+    returns it directly. Of two matches of which one contains the other's result, only that one is returned, as for the
+    last two steps of an iteration that has converged.
     """
     accepted, misses = list(matches), []
     while True:
         inside = {n for m in accepted for n in m.matched_nodes}
         kept = []
+        within = set()
         for m in accepted:
             ends = {m.anchor, *getattr(m, "open", ())}
             found = next(outside_readers(view, m.matched_nodes, inside, ends), None)
             if found is None:
                 kept.append(m)
+                within |= {*m.matched_nodes} - ends
                 continue
             node, reader = found
             at = node if reader.op == "output" else reader
@@ -324,5 +327,6 @@ def without_outside_readers(
             how = "returned" if reader.op == "output" else f"read by {label(reader)}"
             misses.append(Miss(f"{name(m, node)} also {how}", at))
         if len(kept) == len(accepted):
-            return kept, misses
+            within -= {n for m in kept for n in m.inputs}
+            return [m for m in kept if m.anchor not in within], misses
         accepted = kept

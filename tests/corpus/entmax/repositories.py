@@ -63,6 +63,16 @@ def newton(x):
     return F.normalize(torch.relu(z - tau) ** 2, p=1, dim=-1)
 
 
+@rows()
+def michelot(x):
+    """Steps that drop what is below the threshold: those after the last drop are sparsemax, too"""
+    tau = x.amax(-1, keepdim=True) - 1
+    for _ in range(14):
+        p = torch.relu(x - tau)
+        tau = tau + (p.sum(-1, keepdim=True) - 1) / (p > 0).sum(-1, keepdim=True)
+    return torch.relu(x - tau)
+
+
 class SetUpContext(Function):
     """A Function in torch's newer form, with setup_context and a forward without a context."""
 
