@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -122,6 +122,16 @@ def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     return "rectified scores: nothing makes the rows sum to one, as entmax does"
 
 
+class _BesideScores(NamedTuple):
+    """The operands of an entmax beside the product of queries and keys. added: the fill is added to the scores."""
+
+    masks: list[Placed]
+    biases: list[Placed]
+    alpha: Placed | None
+    fill: float | None
+    added: bool
+
+
 @dataclasses.dataclass
 class _Reader:
     """Reads one attention: the product of probabilities `p` and values. `atoms` are the axes of both."""
@@ -142,7 +152,7 @@ class _Reader:
         if len(summed) != 1 or not summed <= {*self.p.axes} & {*self.values.axes}:
             raise NoMatch("the values are not summed over one axis of the probabilities", self.node)
         (letter,) = summed
-        # Reading the scores may split atoms, so use them only afterwards.
+        # The next calls may split atoms, so use them only afterwards.
         scores = read_scores(view, found.source, found.reader, self.probabilities.axes)
         if found.scale != 1:
             scores = scaled(scores, found.scale, found.node)
@@ -150,6 +160,7 @@ class _Reader:
             fills = [scores.fill, *(b.fill for b in scores.biases)]
             if any(f is not None and -math.inf < f < low for f in fills):
                 raise NoMatch("what masked scores become is too large to be multiplied", found.node)
+        beside_scores = self._beside(scores)
         qk = scores.product
         if len(qk.summed) != 1:
             raise NoMatch("the scores are no product over one axis", qk.node)
@@ -168,7 +179,7 @@ class _Reader:
             raise NoMatch("the keys are in both operands of the scores, or in neither", qk.node)
         v = Placed(self.values.node, self.node, _axes(self.values, self.atoms))
         k, v = self._unrepeated(k), self._unrepeated(v)
-        return self._roles(scores, q, k, v, keys)
+        return self._roles(scores, beside_scores, q, k, v, keys)
 
     def _unrepeated(self, t: Placed) -> Placed:
         """The keys or values as they were before their heads were repeated for the query heads."""
@@ -205,13 +216,15 @@ class _Reader:
         return [*apart[:at], *apart[at + 1 :]]
 
     def _roles(
-        self, scores: Scores, q: Placed, k: Placed, v: Placed, keys: list[Atom]
+        self,
+        scores: Scores,
+        given: _BesideScores,
+        q: Placed,
+        k: Placed,
+        v: Placed,
+        keys: list[Atom],
     ) -> Attention:
-        # The next calls may split atoms.
-        masks, biases, fill, added = self._beside(scores)
-        alpha = None
-        if self.view.is_tensor(self.found.alpha):
-            alpha = beside(self.view, self.found.alpha, self.probabilities.axes, self.found.reader)
+        masks, biases, alpha, fill, added = given
         in_q, in_k, in_v = (set(t.atoms) for t in (q, k, v))
         rows = [
             atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
@@ -274,8 +287,8 @@ class _Reader:
         axes = [flat(axis) for axis in _axes(self.p, self.atoms)]
         return [a for axis in axes if position in axis for a in axis if a in alone]
 
-    def _beside(self, scores: Scores) -> tuple[list[Placed], list[Placed], float | None, bool]:
-        """(masks, biases, fill, whether the fill was added). An additive mask becomes a mask where that is exact."""
+    def _beside(self, scores: Scores) -> _BesideScores:
+        """The operands beside the scores. An additive mask becomes a mask where that is exact."""
         view = self.view
         masks, fill, added = list(scores.masks), scores.fill, False
         biases: list[Placed] = []
@@ -295,7 +308,12 @@ class _Reader:
                 raise NoMatch("scores that have a floor are masked or biased once more", later)
             else:
                 biases.append(bias)
-        return masks, biases, fill, added
+        for mask in (*masks, *(mask for mask, _ in self.probabilities.again)):
+            conjuncts(view, mask)  # splits the atoms that only its parts have
+        alpha = None
+        if view.is_tensor(self.found.alpha):
+            alpha = beside(view, self.found.alpha, self.probabilities.axes, self.found.reader)
+        return _BesideScores(masks, biases, alpha, fill, added)
 
     def _settle_dtype(self, a: Attention) -> torch.dtype:
         """The dtype of the operator: 16 bits if both products have it, or if their operands were only widened."""

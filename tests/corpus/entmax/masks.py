@@ -174,6 +174,16 @@ def repeated_padding(q, k, v, mask):
     return torch.bmm(entmax.entmax15(scores.masked_fill(dropped, -1e9), dim=-1), v)
 
 
+@attention()
+def expanded_padding_negated(q, k, v, mask):
+    """[B, L] expanded to [B*H, 1, L], whose negation is assigned"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)) * SCALE
+    kept = mask[:, None].expand(B, H, L).reshape(B * H, 1, L)
+    scores.masked_fill_(torch.logical_not(kept), -INF)
+    return torch.bmm(entmax.entmax15(scores, dim=-1), v)
+
+
 @attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((1, H, L, L), 9)))
 def learned_bias(q, k, v, bias):
     """T5 and Swin: a bias a head and pair of positions, with its gradient"""
