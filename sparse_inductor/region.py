@@ -150,6 +150,7 @@ class Watch:
         self._modes = _modes_by_node(graph)
         self.copies: dict[fx.Node, fx.Node] = {}
         nodes = _with_writers(graph, inside)
+        self._own = set(nodes)
         instead = self._as_they_were(nodes)
         self._present |= set(self.copies)
         self.written = Subgraph(graph.owning_module, self._modes)
@@ -159,16 +160,15 @@ class Watch:
         """Return substitutes, by (node, input), for inputs from outside that are written to.
 
         If an input may be written to between the node and the operator, the substitute is a copy (`copies` maps it to
-        the input). If an operation before the node has written to the input and returned it, the substitute is the
-        result of that operation, so that gradients flow as in the program.
+        the input), else the result of the last write (`_results`).
         """
+        instead = self._results(nodes)
         order = {n: at for at, n in enumerate(self._graph.nodes)}
-        own, last = set(nodes), order[nodes[-1]]
-        writers = [n for n in self._graph.nodes if may_write(n) and n not in own]
-        instead: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        last = order[nodes[-1]]
+        writers = [n for n in self._graph.nodes if may_write(n) and n not in self._own]
         for node in nodes:
             for one in node.all_input_nodes:
-                if one in own or not isinstance(fake(one), Tensor):
+                if one in self._own or not isinstance(fake(one), Tensor):
                     continue
                 if any(order[node] < order[w] <= last for w in writers):
                     with self._graph.inserting_before(node):
@@ -178,19 +178,31 @@ class Watch:
                         new.meta = {**one.meta, "example_value": fake(one).detach()}
                     self._present.add(detached)
                     self.copies[copy], instead[node, one] = one, copy
-                    continue
-                results = [
-                    w
-                    for w in writers
-                    if order[w] < order[node]
-                    and w.args[:1] == (one,)
-                    and isinstance(fake(w), Tensor)
-                    and self._modes[w].records
-                    and fake(w).shape == fake(one).shape
-                ]
-                if results:
-                    instead[node, one] = results[-1]
         return instead
+
+    def _results(self, nodes: Sequence[fx.Node]) -> dict[tuple[fx.Node, fx.Node], fx.Node]:
+        """Return, by (node, input), the last operation before the node that writes to the input and returns it.
+
+        The node reads its result, so that gradients flow as in the program.
+        """
+        order = {n: at for at, n in enumerate(self._graph.nodes)}
+        writers: dict[fx.Node, list[fx.Node]] = {}
+        for w in self._graph.nodes:
+            returned = w.args[0] if w.args else None
+            other = w not in self._own and w in self._modes
+            if not (other and isinstance(returned, fx.Node) and may_write(w)):
+                continue
+            was, now = fake(returned), fake(w)
+            tensors = isinstance(was, Tensor) and isinstance(now, Tensor)
+            if tensors and was.shape == now.shape and self._modes[w].records:
+                writers.setdefault(returned, []).append(w)
+        found = {}
+        for node in nodes:
+            for one in node.all_input_nodes:
+                before = [w for w in writers.get(one, ()) if order[w] < order[node]]
+                if before and one not in self._own:
+                    found[node, one] = before[-1]
+        return found
 
     def cancel(self) -> None:
         """Remove the copies that were inserted for the check."""
@@ -220,7 +232,7 @@ class Watch:
         for old, now in self.replaced.items():
             _check_alike(old, now)
         self.rewritten = Subgraph(self._graph.owning_module, _modes_by_node(self._graph))
-        self.rewritten.take(self.new)
+        self.rewritten.take(self.new, self._results(self.new))
         self._align()
         self.written.finish(list(self.replaced))
         self.rewritten.finish(list(self.replaced.values()))

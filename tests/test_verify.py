@@ -316,6 +316,21 @@ def test_out_of_memory_leaves_the_rewrite_unchecked(monkeypatch, splade):
 # explain
 
 
+def test_scores_that_are_masked_in_place_in_front_of_a_rewrite_agree():
+    """The operator reads what the mask wrote, and its gradient passes the mask, too."""
+    entmax = pytest.importorskip("entmax")
+
+    def rows(x):
+        scores = x @ x.T
+        scores.masked_fill_(torch.eye(6, dtype=torch.bool), -torch.inf)
+        return entmax.sparsemax(scores, dim=-1).tanh()
+
+    x = torch.randn(6, 8, requires_grad=True)
+    sparse_inductor.enable(policy="always", only="entmax", verify=True)
+    compiled(rows)(x).square().sum().backward()
+    assert verdicts() == ["agrees"]
+
+
 def test_explain_runs_the_checks():
     model, args = program("splade")
     explanation = sparse_inductor.explain(model, *args, verify=True)
