@@ -331,6 +331,18 @@ def test_scores_that_are_masked_in_place_in_front_of_a_rewrite_agree():
     assert verdicts() == ["agrees"]
 
 
+def test_explain_runs_programs_that_register_hooks():
+    def head(x, w):
+        weights = torch.log1p(torch.relu(x @ w.T)).amax(1)
+        weights.register_hook(lambda grad: grad / 2)
+        return weights * 2
+
+    args = torch.randn(2, 5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    sparse_inductor.enable(policy="always", only=PATTERN)
+    (check,) = sparse_inductor.explain(head, *args, verify=True).report.checks
+    assert check.verdict == "agrees"
+
+
 def test_explain_runs_the_checks():
     model, args = program("splade")
     explanation = sparse_inductor.explain(model, *args, verify=True)

@@ -327,6 +327,12 @@ class _Interpreter(fx.Interpreter):
             self._see(n, value)
         return value
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = compat.is_higher_order(target) and target.name() == "register_hook"
+        if hooks and not args[0].requires_grad:
+            return args[0]  # counting aside records no gradients, and a hook would be refused
+        return super().call_function(target, args, kwargs)
+
 
 def _isolated(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: contextlib.ExitStack
