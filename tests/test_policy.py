@@ -456,6 +456,25 @@ def test_what_runs_again_in_the_backward_is_not_counted():
 
 
 @pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize(
+    "settings,name",
+    [
+        (torch._dynamo.config, "enable_compiler_collectives"),
+        (torch._inductor.config, "reorder_for_compute_comm_overlap"),
+        (torch._inductor.config, "aten_distributed_optimizations.enable_overlap_scheduling"),
+        (torch._inductor.config, "distributed_max_autotune_gemm"),
+    ],
+)
+def test_nothing_is_counted_where_ranks_have_to_compile_the_same_graphs(settings, name):
+    """A rank that recompiled because of its own counts would wait for ranks that do not compile."""
+    if name not in settings._config:
+        pytest.skip("this torch does not have the setting")
+    with settings.patch(name, True):
+        assert changes(inactive(), [torch.ones(3, 8)] * 8) == (0, 1)
+    assert "ranks" in sparse_inductor.report().pending[0].reason
+
+
+@pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("calls", [1, 4])
 def test_a_checkpoint_computes_again_what_it_computed(calls, monkeypatch):
     """A decision may occur in the forward or in its recomputation, and several calls may precede one backward.

@@ -99,6 +99,7 @@ from .settings import (
     has_setting,
     inductor_cache_folder,
     patched_settings,
+    ranks_compile_alike,
     restore_setting,
     save_setting,
     set_setting,

@@ -89,6 +89,21 @@ def patched_settings(**settings: Any) -> Iterator[None]:
         yield
 
 
+def ranks_compile_alike() -> bool:
+    """Whether the ranks of a distributed job have to compile the same graphs at the same time, because they exchange
+    data while they compile, or order their collectives by the graph."""
+    from torch._dynamo import config
+
+    names = (
+        "reorder_for_compute_comm_overlap",
+        "aten_distributed_optimizations.enable_overlap_scheduling",
+        "distributed_max_autotune_gemm",
+    )
+    return config.enable_compiler_collectives or any(
+        has_setting(name) and bool(setting(name)) for name in names
+    )
+
+
 def inductor_cache_folder() -> str:
     """Return the folder of Inductor's caches, which need not exist yet."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

@@ -122,6 +122,9 @@ def _countable(graph: fx.Graph) -> str:
         return "in what is exported or compiled without Dynamo"
     if compat.graph_end(graph.owning_module) is None:  # a body runs again in the backward
         return "within a checkpoint or another function that the graph calls"
+    # Counts differ between ranks, and a rank that recompiles alone waits for the others.
+    if compat.ranks_compile_alike():
+        return "where the ranks of a distributed job have to compile the same graphs"
     return ""
 
 
