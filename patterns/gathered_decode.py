@@ -151,10 +151,8 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
     chosen = view.call(top)["input"]
     if not same_size(view.shape(weight)[0], view.shape(chosen)[-1]):
         raise NoMatch("the weight has not one row for each column that topk chose from", gather)
-    learnt = view.needs_grad(weight)
-    check_followed(view, {gather} - {anchor}, anchor, learnt)
-    check_followed(view, found.matched_nodes, anchor, learnt or view.needs_grad(values))
     inside = {gather, *found.matched_nodes}
+    check_followed(view, inside, anchor)
     if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
         raise NoMatch("the gathered rows, or their products, are read elsewhere, too", gather)
     saved = bytes_of(gather) if gather is not anchor and view.needs_grad(values) else 0

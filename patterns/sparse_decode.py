@@ -126,7 +126,7 @@ class SparseDecode(Recogniser):
         if not fake(node).dtype.is_floating_point:
             raise NoMatch(f"the decoder computes in {fake(node).dtype}", node)
         between = (*found.after, found.scatter, *(n for n, _ in found.scaled))
-        check_followed(view, between, node, view.needs_grad(found.values))
+        check_followed(view, between, node)
         nodes = _only_here(view, found, node)
         saves = found.scatter in nodes and view.needs_grad(down.weight_source)
         return DecoderMatch(down, found, nodes, bytes_of(down.source) if saves else 0)

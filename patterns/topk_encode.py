@@ -131,8 +131,7 @@ class TopkEncode(Recogniser):
             taken = user.target is operator.getitem and user.args[1] in (0, 1)
             if not taken and user.users:
                 raise NoMatch(f"the pair that topk returns is also read by {label(user)}", user)
-        learnt = any(view.needs_grad(t) for t, _ in chain.reads)
-        check_followed(view, above, node, learnt)
+        check_followed(view, above, node)
         mixed = any(fake(n).dtype != fake(scores).dtype for n in above)
         nodes = only_read_by(view, node, () if mixed else above)
         left = not nodes.issuperset(above)

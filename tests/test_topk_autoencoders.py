@@ -303,6 +303,38 @@ def test_which_of_two_grad_modes_is_named():
     assert miss.source == "indices = f.topk(4).indices"
 
 
+def rows_of_the_decoder(s, x):
+    values, indices = (x @ s.W_enc + s.b_enc).topk(4)
+    return (values.relu().unsqueeze(-1) * s.W_dec[indices]).sum(-2)
+
+
+def encoded_without_gradient(s, x):
+    with torch.no_grad():
+        pre = x @ s.W_enc + s.b_enc
+    values, indices = pre.topk(4)
+    return torch.zeros_like(pre).scatter_(-1, indices, values.relu()) @ s.W_dec
+
+
+@pytest.mark.parametrize(
+    ("program", "frozen"),
+    [
+        (plain, ("W_enc", "b_dec")),  # of the encoder, its bias alone is learnt
+        (rows_of_the_decoder, ("W_dec",)),
+        (rows_of_the_decoder, ("W_enc", "W_dec")),
+        (encoded_without_gradient, ("W_enc", "b_enc")),
+    ],
+)
+def test_a_frozen_weight_cuts_no_gradient(program, frozen):
+    model = Autoencoder(program)
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+    decoder = "gathered_decode" if program is rows_of_the_decoder else "sparse_decode"
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    with only("topk_encode", decoder):
+        explanation = assert_matches_reference(model, (x,), grads=True)
+    assert_rewrites(explanation, expected={"topk_encode": 1, decoder: 1})
+
+
 def test_two_decoders_of_the_same_activations():
     def program(s, x):
         values, indices = (x @ s.W_enc).topk(4)

@@ -50,15 +50,13 @@ def check_operands(node: fx.Node, *tensors: fx.Node) -> None:
         raise NoMatch("the operator takes whole tensors, not DTensors", node)
 
 
-def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, learnt: bool) -> None:
-    """Raises NoMatch where one of the nodes up to `end` runs in another grad mode, or (with `learnt`) passes on no
-    gradient although the operator would. If nothing is recorded at `end`, `learnt` has no effect."""
-    learnt = learnt and view.records(end)
+def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node) -> None:
+    """Raises NoMatch where one of the nodes up to `end` passes on no gradient although the operator would, or `end`
+    records none although the nodes do."""
     for n in nodes:
-        whole = n if view.is_tensor(n) else n.args[0]  # an assignment has no result
-        if view.records(n) != view.records(end):
-            raise _cut(view, end if view.records(n) else n)
-        if learnt and not view.requires_grad(whole):
+        if view.records(n) and not view.records(end):
+            raise _cut(view, end)
+        if view.records(end) and _cuts(view, n):
             raise _cut(view, n)
 
 
