@@ -136,6 +136,8 @@ class SparseScores(Recogniser):
         return watch_sparse_breaks(self.name)
 
     def _match(self, node: fx.Node, view: GraphView) -> ScoresMatch | Miss | None:
+        if view.is_tensor(node) and not view.shape(node):
+            return None  # a single number has no axis of documents: a loss, say
         try:
             if (why := _OTHER_POOLS.get(view.name_of(node) or "")) is not None:
                 return self._other_pool(node, view, why)

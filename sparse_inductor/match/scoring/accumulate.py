@@ -98,23 +98,21 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         [axis and by_letter[letter] for letter, axis in zip(own, shape)]
         for own, shape in zip(letters, shapes)
     ]
-    among = contributions_among(view, list(zip(operands, axes)), node)
+    # Contributions have all axes of the other operands. Columns times a matrix with further axes are a linear.
+    within = [
+        (x, own)
+        for x, own in zip(operands, axes)
+        if all(not axis or axis in own for other in axes for axis in other)
+    ]
+    among = contributions_among(view, within, node)
     if among is None:
         return None
-    mine, w = among
-    out_axes = [by_letter[letter] for letter in out]
-    for i, other in enumerate(operands):
-        if i == mine:
+    (mine, w), out_axes = among, [by_letter[letter] for letter in out]
+    for other, shape in zip(operands, axes):
+        if shape is within[mine][1]:
             continue
-        more = [c for c, axis in zip(letters[i], axes[i]) if axis and axis not in axes[mine]]
-        if more and (w.gather.features or any(c in letters[mine] for c in more)):
-            return None  # looked-up rows through a linear; or gathered weights that are repeated
-        if more:
-            raise NoMatch(
-                "a product with a matrix: the document weights have an axis of their own", node
-            )
         try:
-            w = multiplied(view, w, "mul", other, axes[i], node)
+            w = multiplied(view, w, "mul", other, shape, node)
         except OfRows as rows:
             kept = {a for axis in out_axes for a in flat(axis)}
             raise _dense(rows, not {*w.queries} <= kept) from None

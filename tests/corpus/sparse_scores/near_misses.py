@@ -291,3 +291,27 @@ def largest_message():
     edges = torch.randint(0, N, (2, 60))
     to = edges[1, :, None].expand(-1, 8)
     return lambda x: x.scatter_reduce(0, to, torch.tanh(x)[edges[0]], "amax"), (torch.rand(N, 8),)
+
+
+@program("no_rewrite", "one number", TRAIN)
+def weighted_loss():
+    """the negative log-likelihood with a weight for each class"""
+    torch.manual_seed(8)
+    classes, weight = torch.arange(6) % 4, torch.rand(4)
+
+    def loss(x, y):
+        chosen = x.log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
+        return -(chosen * weight[y]).sum() / weight[y].sum()
+
+    return loss, (torch.rand(6, 4, requires_grad=True), classes)
+
+
+@program("no_rewrite", "an ordinary linear", BOTH)
+def columns_through_a_linear():
+    """a quantised linear whose inputs are permuted, and ghost gradients of dead neurons"""
+    torch.manual_seed(9)
+    order, weight, dead = torch.randperm(V), torch.randn(V, 8), torch.tensor([1, 4, 6])
+    return (
+        lambda x: (x[..., order] @ (weight * 0.5), torch.exp(x[:, dead]) @ weight[dead]),
+        (torch.rand(5, V, requires_grad=True),),
+    )
