@@ -98,10 +98,10 @@ class Chain:
 
     def _pass(self, element: Element) -> None:
         self.nodes += [*element.extra, element.node]
-        # An assignment is not a tensor, so it has no dtype.
+        # An assignment is not a tensor, so it has no dtype. A comparison computes in that of its operands.
         if element.terms and self.view.is_tensor(element.node):
             logits, steps = (self.view.dtype(n) for n in (self.linear.node, element.node))
-            if torch.float64 in (logits, steps) and logits != steps:
+            if torch.float64 in (logits, steps) and logits != steps != torch.bool:
                 raise NoMatch(f"steps are applied in {steps} to logits in {logits}", element.node)
         if element.shape_op is not None:
             self._move(move(self.view, element.node, element.shape_op, self.v_dim), element.node)

@@ -128,6 +128,12 @@ def relu_times_up(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
+@block(dtype=torch.float64)
+def comparison_in_float64(x, m):
+    """a gated sparse autoencoder"""
+    return m.down((m.gate(x) > 0) * F.relu(m.up(x)))
+
+
 class Scaled(Block):
     """A block with a learned scale per neuron, of either sign."""
 
