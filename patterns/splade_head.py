@@ -31,7 +31,7 @@ from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear
 from sparse_inductor.graph.no_match import NoMatch, first_match
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.shapes import order_of
+from sparse_inductor.graph.shapes import OutputsReshaped, order_of
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.graph.vocabulary import NEGATIONS, REGROUPS, SPREADS
@@ -181,7 +181,8 @@ class SpladeHead(Recogniser):
         try:
             return self._head(node, view, red)
         except NoMatch as e:
-            bare, terms = not isinstance(e, Spread), isinstance(e, OverTerms)
+            bare, last = not isinstance(e, Spread), red.dim == len(view.shape(red.source)) - 1
+            terms = isinstance(e, OverTerms) or (last and isinstance(e, OutputsReshaped))
             return e.miss(node) if resembles(view, node, red, bare, terms) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:

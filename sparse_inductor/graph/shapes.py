@@ -22,6 +22,10 @@ from .no_match import NoMatch
 from .view import GraphView, fake, label, same_size, same_sizes, static_size
 
 
+class OutputsReshaped(NoMatch):
+    """The outputs of a linear are no axis of their own after a reshape. The last axis has a part of them, or all."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Move:
     """A view op on a tensor whose axis `v_dim` is V.
@@ -90,7 +94,7 @@ def reshaped(
     last = v == len(before) - 1 and n and same_size(after[-1], before[v])
     kept = n - 1 if last else kept_axis(before, v, after)
     if kept is None:
-        raise NoMatch("reshapes the linear's output axis away", node)
+        raise OutputsReshaped("reshapes the linear's output axis away", node)
     new_v = kept
     # Unchanged axes at both ends are identified with those before.
     head = 0
@@ -182,7 +186,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "unflatten":
             d, sizes = call["dim"] % n, call["sizes"]  # a tuple, or a node that is one
             if d == v:
-                raise NoMatch("splits the linear's output axis", node)
+                raise OutputsReshaped("splits the linear's output axis", node)
             origin = (*range(d), *[None] * (len(after) - n + 1), *range(d + 1, n))
             apply = lambda e, t: e.method("unflatten", t, d, sizes)
             return Move(origin.index(v), origin, apply)

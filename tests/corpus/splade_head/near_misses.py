@@ -550,6 +550,12 @@ def best_action(self, h, mask):
     return torch.relu(self.decoder(h)).amax(dim=-1)
 
 
+@miss("groups of features, no tokens")
+def largest_of_each_group(self, h, mask):
+    """the encoder of a GroupMax autoencoder"""
+    return torch.relu(self.decoder(h))[..., 1:].unflatten(-1, (-1, 2)).max(dim=-1)
+
+
 def log_sum_exp(logits, dim):
     top = logits.max(dim=dim, keepdim=True).values
     return (logits - top.detach()).exp().sum(dim=dim).log() + top.squeeze(dim)
