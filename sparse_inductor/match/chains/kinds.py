@@ -68,15 +68,21 @@ def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool
     """Why an operand with the shape of the logits is not supported: the first node between it and its own linear that
     cannot be followed, if known."""
     if linear_after and "linear" in above(view, operand):
-        if is_comparison(view, operand) and view.name_of(node) != "mul":
-            compares = unwrapped(view, operand)[0]
-            how = f"a comparison ({label(compares)}) of another value says what is kept"
-            return NoMatch(f"{how}: one of a projection is followed where it multiplies", compares)
-        try:
-            walk_back(view, operand, node)
-        except NoMatch as decline:
-            if view.call(decline.node):
-                return decline
+        followed, reader = [operand], node
+        if is_comparison(view, operand):
+            reader = unwrapped(view, operand)[0]
+            if view.name_of(node) != "mul":
+                how = f"a comparison ({label(reader)}) of another value says what is kept"
+                return NoMatch(
+                    f"{how}: one of a projection is followed where it multiplies", reader
+                )
+            followed = [n for n in reader.all_input_nodes if "linear" in above(view, n)]
+        for n in followed:
+            try:
+                walk_back(view, n, reader)
+            except NoMatch as decline:
+                if view.call(decline.node):
+                    return decline
     return NoMatch(f"an operand ({label(operand)}) differs by token and by output", node)
 
 

@@ -52,6 +52,13 @@ def selected_by_another_projection(x, m):
     return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
 
 
+@miss("abs is not monotone", at=".abs()")
+def hard_threshold(x, m):
+    """the elements of large magnitude, as their comparison with a threshold selects them"""
+    z = m.up(x)
+    return m.down(z * (z.abs() > m.gate.weight.abs().amax(-1)))
+
+
 @miss("rounded to a range around 0, which rectifies nothing", modes=INFER)
 def quantised_activations(x, m):
     return m.down((m.up(x) * 16).clamp(-128, 127) / 16)
