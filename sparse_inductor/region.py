@@ -22,9 +22,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from . import compat
+from .graph.effects import reached
 from .graph.fakes import fake
 from .graph.modes import DEVICES, Modes, modes_by_node, modes_now
-from .graph.names import canonical, trailing_inplace
+from .graph.names import canonical, name_of, trailing_inplace
+from .graph.values import ELEMENTWISE, REPEATS
+from .graph.vocabulary import COPIES, VIEWS
+
+_REACH = 20  # nodes between a tensor and the expansion of which it is made
 
 
 class CannotCut(Exception):
@@ -245,9 +250,22 @@ class Watch:
         for part in (self.written, self.rewritten):
             part.places = [order[n] for n in part.inputs[::-1]]
 
+    @property
+    def _last(self) -> fx.Node:
+        """The last of the inserted nodes, after which the operator stands."""
+        present = {*self.new, *self.replaced.values()}
+        return next(n for n in reversed(self._graph.nodes) if n in present)
+
     def _align(self) -> None:
         """Make both subgraphs read the same inputs, so that their gradients belong to the same tensors: if one of them
-        reads a value computed from inputs of the other, such as repeated key heads, it computes that value itself."""
+        reads a value computed from inputs of the other, such as repeated key heads, it computes that value itself. So
+        it does with an expanded tensor, of whose gradient only the sum over the new axis matters, and with a value that
+        is computed after the place of the operator."""
+        order, last = {n: at for at, n in enumerate(self._graph.nodes)}, self._last
+        own = lambda n: order[n] > order[last] or _is_repeated(n)
+        for part in (self.written, self.rewritten):
+            while (node := next(filter(own, part.inputs), None)) is not None:
+                part.widen(node)
         while True:
             ours, theirs = set(self.written.inputs), set(self.rewritten.inputs)
             behind = [
@@ -279,11 +297,11 @@ class Watch:
             t.new_empty(t.shape).requires_grad_(t.requires_grad)
             for t in map(fake, self.replaced.values())
         ]
-        order = {n: at for at, n in enumerate(self._graph.nodes)}
-        last = max([*self.new, *self.replaced.values()], key=order.__getitem__)
+        last = self._last
         with self._graph.inserting_after(last):
             call = self._graph.call_function(target, (self.tensors, self.sizes, *arguments))
         call.meta = {**last.meta, "example_value": values}
+        self._keep_for_backward(call)
         outputs: dict[fx.Node, fx.Node] = {}
         place = call
         for at, (old, value) in enumerate(zip(self.replaced, values, strict=True)):
@@ -299,10 +317,40 @@ class Watch:
             if not node.users:
                 self._graph.erase_node(node)
 
+    def _keep_for_backward(self, call: fx.Node) -> None:
+        """Give `call` copies of the tensors that may be written to after it: it saves all of them for its backward."""
+        nodes = list(self._graph.nodes)
+        written = {
+            compat.storage_key(fake(n))
+            for writer in nodes[nodes.index(call) :]
+            if writer is not call and may_write(writer)
+            for n in writer.all_input_nodes
+            if isinstance(fake(n), Tensor)
+        }
+        with self._graph.inserting_before(call):
+            for t in self.tensors:
+                if compat.storage_key(fake(t)) in written:
+                    copy = self._graph.call_method("clone", (t,))
+                    copy.meta = dict(t.meta)
+                    call.replace_input_with(t, copy)
+
 
 def _may_run_twice(node: fx.Node) -> bool:
     call = canonical(node)
     return call is not None and not call.inplace and not call.name.startswith(("rand", "dropout"))
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Whether a node requires a gradient and is computed from an expanded tensor, element by element."""
+
+    def up(n: fx.Node) -> Sequence[fx.Node]:
+        call = canonical(n)
+        passed = call is not None and not call.inplace and call.name in COPIES | VIEWS | ELEMENTWISE
+        return n.all_input_nodes if passed else ()
+
+    if not getattr(fake(node), "requires_grad", False):
+        return False
+    return any(name_of(n) in REPEATS for n in reached([node], up, _REACH))
 
 
 def _chooses(node: fx.Node) -> bool:
@@ -360,6 +408,12 @@ def may_write(node: fx.Node) -> bool:
     return at is not None and node.args[at] is True
 
 
+def _targets(writer: fx.Node) -> Sequence[fx.Node]:
+    """Return the inputs that a node which may write may write to: the first, for a method such as add_, else all."""
+    in_place = writer.op == "call_method" and str(writer.target).endswith("_")
+    return writer.all_input_nodes[: 1 if in_place else None]
+
+
 def _writes(argument: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator writes to the value of an argument; not to an `out` argument that is not passed."""
     written = argument.alias_info is not None and argument.alias_info.is_write
@@ -372,7 +426,8 @@ _IN_PLACE = frozenset(
 
 
 def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the matched nodes, and the nodes between them that depend on them, up to the last that may write."""
+    """Return the matched nodes, and the nodes between them that depend on them, up to the last that may write to one of
+    them or of the matched nodes."""
     own, first_own = set(matched), frozenset(matched)
     followers: list[fx.Node] = []
     last_writer = 0
@@ -385,7 +440,7 @@ def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
         if begun and node not in own and not own.isdisjoint(node.all_input_nodes):
             own.add(node)
             followers.append(node)
-            if may_write(node):
+            if may_write(node) and not own.isdisjoint(_targets(node)):
                 last_writer = len(followers)
     taken = {*matched, *followers[:last_writer]}
     return [n for n in graph.nodes if n in taken]

@@ -90,6 +90,79 @@ def test_a_planted_bug_is_caught_and_the_unrewritten_result_kept(bug: Bug, caplo
     assert "caught by verify" in report and check.detail in report and check.source in report
 
 
+def of_repeated_queries(q, ids, values):
+    """Only the sum of the gradient over the repeats is that of the queries."""
+    queries = q.unsqueeze(1).repeat(1, len(ids), 1).relu()
+    return (queries.gather(2, ids.expand(len(q), -1, -1)) * values).sum(-1)
+
+
+def of_queries_cleared_afterwards(q, ids, values):
+    q = q * 1
+    scores = (q[:, ids] * values).sum(-1)
+    q.zero_()
+    return scores
+
+
+@pytest.mark.parametrize("score", [of_repeated_queries, of_queries_cleared_afterwards])
+def test_scores_in_training(score):
+    args = torch.randn(3, 30, requires_grad=True), torch.randint(30, (20, 6)), torch.rand(20, 6)
+    expected = forward_and_backward(score, args)
+    sparse_inductor.enable(only="sparse_scores", verify=True)
+    torch.testing.assert_close(forward_and_backward(compiled(score), args), expected)
+    assert verdicts() == ["agrees"]
+
+
+def test_an_einsum_under_autocast():
+    ids, values = torch.randint(30, (20, 6)), torch.rand(20, 6)
+    score = lambda q: torch.einsum("bnt,nt->bn", q[:, ids], values)
+    sparse_inductor.enable(only="sparse_scores", verify=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert compiled(score)(torch.rand(3, 30)).dtype == torch.bfloat16
+    assert verdicts() == ["agrees"]
+
+
+class RunningActivity(nn.Module):
+    """A block that averages how often each neuron is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.register_buffer("activity", torch.zeros(24))
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        with torch.no_grad():
+            self.activity.mul_(0.9).add_((h > 0).float().mean((0, 1)))
+        return self.down(h)
+
+
+def test_statistics_that_are_added_to_a_buffer():
+    model, x = RunningActivity(), torch.randn(2, 5, 8)
+    sparse_inductor.enable(only="relu_ffn", verify=True)
+    expected = forward_and_backward(model, (x,))
+    activity = model.activity.clone()
+    model.activity.zero_()
+    torch.testing.assert_close(forward_and_backward(compiled(model), (x,)), expected)
+    torch.testing.assert_close(model.activity, activity)
+    assert verdicts() == ["agrees"]
+
+
+def test_a_weight_of_activations_that_is_computed_after_the_decoder():
+    def losses(x, w_enc, w_dec):
+        f = (x @ w_enc).relu()
+        error, sparsity = (f @ w_dec - x).square().mean(), (f * w_dec.norm(dim=1)).sum(-1).mean()
+        return error, sparsity, (f > 0).float().sum(-1)
+
+    shapes = (5, 6), (6, 32), (32, 6)
+    args = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+    expected = forward_and_backward(losses, args)
+    sparse_inductor.enable(only="relu_ffn", verify=True)
+    fn = compiled(losses)
+    torch.testing.assert_close(forward_and_backward(fn, args), expected)
+    assert not fn(*args)[2].requires_grad
+    assert verdicts() == ["agrees"]
+
+
 def test_what_was_caught_concerns_no_other_rewrite(splade):
     model, args = splade
     with bug_named("bias dropped").plant():

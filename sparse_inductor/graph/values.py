@@ -73,7 +73,7 @@ def extreme(number: float) -> bool:
     return number != 0 and not 2.0**-64 <= abs(number) <= 2.0**64
 
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     COMPARISONS
     | NEGATIONS
     | COPIES
@@ -82,6 +82,8 @@ _ELEMENTWISE = (
         "masked_fill".split()
     )
 )
+
+REPEATS = SPREADS | {"repeat", "tile", "repeat_interleave"}
 
 
 def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
@@ -107,13 +109,11 @@ def _made_uniform(
         return None
     if view.const(x) is not None:
         return []
-    if call.name in ("expand", "expand_as", "repeat", "tile") or (
-        call.name == "repeat_interleave" and call.get("dim") is not None
-    ):
+    if call.name in REPEATS and (call.name != "repeat_interleave" or call.get("dim") is not None):
         return [(call["input"], from_end, x)]
     if (above := _axis_above(view, x, call, axis)) is not None:
         return [(call["input"], len(view.shape(call["input"])) - above, x)]
-    if call.name in _ELEMENTWISE:
+    if call.name in ELEMENTWISE:
         return [
             (a, from_end, x)
             for k, a in call.args.items()

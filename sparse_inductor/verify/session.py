@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..graph.fakes import fake
 from ..ops._dispatch import define
 from ..region import Subgraph, Watch
 from ..reporting.findings import Check
@@ -61,6 +62,8 @@ class Region:
     report: Report
     written: Subgraph
     rewritten: Subgraph
+    differentiable: Sequence[bool]
+    """For each result whether it requires a gradient if an input does. A count of activations requires none."""
     origins: Sequence[int]
     """For each tensor the index of the tensor that receives its gradient. The two differ for a copy that was made
     because the original may be written to before the operator runs."""
@@ -248,7 +251,8 @@ def _summary(found: list[Comparison], with_gradients: bool) -> str:
 
 
 def _run(subgraph: Subgraph, values: Sequence[Any]) -> tuple[Tensor, ...]:
-    with torch.no_grad():
+    # Below autograd, a dispatch mode gets a composite operation whole (einsum), which autocast then passes over.
+    with compat.autograd_on(), torch.no_grad():
         return subgraph(values)
 
 
@@ -278,7 +282,10 @@ def guard(watch: Watch, check: Check, report: Report, top: bool) -> None:
     """Wrap a replacement that `watch` has seen in the operator, which adds its findings to `report`. top: see
     `Region.top`."""
     key = f"{check.pattern} {next(_numbers)}"
-    _regions[key] = Region(check, report, watch.written, watch.rewritten, watch.origins, top)
+    differentiable = [fake(old).requires_grad for old in watch.replaced]
+    _regions[key] = Region(
+        check, report, watch.written, watch.rewritten, differentiable, watch.origins, top
+    )
     watch.enclose(_OP.default, key)
 
 
@@ -323,7 +330,8 @@ class _Verified(torch.autograd.Function):
         ctx.call = sizes, key, needs
         with compat.below_autograd():
             out = _OP(list(tensors), sizes, key, needs)
-        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        differentiable = _regions[key].differentiable
+        ctx.mark_non_differentiable(*(t for t, flows in zip(out, differentiable) if not flows))
         return tuple(out)
 
     @staticmethod
