@@ -85,23 +85,6 @@ def test_no_recompiles_beyond_those_of_the_unrewritten_program(kind, dynamic):
 # Autograd
 
 
-@pytest.mark.heavy
-def test_compiled_autograd(report):
-    model, eager = encoder(), encoder()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(model)
-
-    def step() -> None:
-        (compiled(*batch()) ** 2).sum().backward()
-
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        torch.compile(step)()
-    (eager(*batch()) ** 2).sum().backward()
-    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 1
-    assert rewritten(report) == BOTH
-    assert_gradients(model, eager)
-
-
 class Checkpointed(Encoder):
     """An encoder that is recomputed in the backward."""
 

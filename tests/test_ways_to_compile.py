@@ -412,8 +412,10 @@ def frozen(model):
 
 @way()
 def compiled_autograd(model):
-    with torch._dynamo.config.patch(compiled_autograd=True):
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.compiled_autograd._enable(torch.compile):
         yield torch.compile(model)
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 1
 
 
 @way()
