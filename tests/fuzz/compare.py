@@ -500,7 +500,10 @@ _NARROW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class _Wide(TorchDispatchMode):
-    """A dispatch mode that computes in fp64; a cast to a narrower dtype rounds, and its result is fp64 again."""
+    """A dispatch mode that computes in fp64; a cast to a narrower dtype rounds, and its result is fp64 again.
+
+    Unlike verify's `InDouble` it leaves the dtype of random numbers as it is, which decides their values.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,6 +18,11 @@ class Program:
 
     pattern: str
     build: Callable[[], tuple[Any, tuple[Any, ...]]]
+
+
+def programs(pattern: str, build: Callable[[Any], Any], **of: Any) -> dict[str, Program]:
+    """Return programs by name; `build` makes each from what `of` has under its name."""
+    return {name: Program(pattern, functools.partial(build, fn)) for name, fn in of.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,13 @@ def result(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
         return mock.patch.object(owner, name, wrong)
 
     return plant
+
+
+def gradient(aten: Any, at: int, change: Callable[[Any], Any]) -> Plant:
+    """Return a plant that passes one of the gradients of `aten.backward` through `change`."""
+    return result(
+        aten, "backward", lambda *grads: [g if i != at else change(g) for i, g in enumerate(grads)]
+    )
 
 
 def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import entmax as package
 import torch
 from torch import fx
 
-from planted.bug import Bug, Plant, Program, instead, result
+from planted.bug import Bug, Plant, instead, programs, result
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.match.entmax.transform import Transform
 from sparse_inductor.ops import _entmax_aten as aten
@@ -35,10 +34,7 @@ def _build(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[torch.Tens
     return fn, (z, alpha, torch.rand(N, N, N, generator=generator) < 0.7)
 
 
-PROGRAMS = {
-    "router": Program(PATTERN, functools.partial(_build, _router)),
-    "learned_alpha": Program(PATTERN, functools.partial(_build, _learned_alpha)),
-}
+PROGRAMS = programs(PATTERN, _build, router=_router, learned_alpha=_learned_alpha)
 
 
 def _found(change: Callable[[Emitter, Any], dict[str, Any]]) -> Plant:

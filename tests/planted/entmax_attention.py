@@ -11,7 +11,7 @@ from typing import Any
 import entmax as package
 import torch
 
-from planted.bug import Bug, Plant, Program, instead, result
+from planted.bug import Bug, Plant, gradient, instead, programs, result
 from sparse_inductor.match.entmax.layout import Attention
 from sparse_inductor.ops import _entmax_attention_aten as aten
 
@@ -44,11 +44,8 @@ def _build(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[torch.Tens
     return fn, (q, k, v, keep, torch.randn(H, L, L, generator=generator).requires_grad_())
 
 
-PROGRAMS = {
-    "padded": Program(PATTERN, functools.partial(_build, _padded)),
-    "causal": Program(PATTERN, functools.partial(_build, _causal)),
-    "grouped": Program(PATTERN, functools.partial(_build, _grouped)),
-}
+PROGRAMS = programs(PATTERN, _build, padded=_padded, causal=_causal, grouped=_grouped)
+_gradient = functools.partial(gradient, aten)
 
 
 def _read(change: Callable[[Attention], dict[str, Any]]) -> Plant:
@@ -99,12 +96,6 @@ def _later(scores: Callable[..., Any], q: Any, k: Any, c: Any, t: Any, Lq: int, 
     rows = torch.arange(c.i.start, c.i.stop).unsqueeze(-1)
     future = torch.arange(c.keys) > rows + 1
     return z.masked_fill_(future, t.fill), future
-
-
-def _gradient(at: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
-    return result(
-        aten, "backward", lambda *grads: [g if i != at else change(g) for i, g in enumerate(grads)]
-    )
 
 
 BUGS = (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from planted import bug
-from planted.bug import Plant, Program, instead, result
+from planted.bug import Plant, instead, programs, result
 from sparse_inductor.epilogue.steps import Step
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.feed_forward.block import Joined
@@ -55,12 +55,9 @@ def _build(forward: Callable[..., Any]) -> tuple[nn.Module, tuple[torch.Tensor]]
     return model, (torch.randn(2, 6, K, requires_grad=True),)
 
 
-PROGRAMS = {
-    "gated": Program(PATTERN, functools.partial(_build, _gated)),
-    "squared": Program(PATTERN, functools.partial(_build, _squared)),
-    "counted": Program(PATTERN, functools.partial(_build, _counted)),
-}
+PROGRAMS = programs(PATTERN, _build, gated=_gated, squared=_squared, counted=_counted)
 Bug = functools.partial(bug.Bug, program="gated")
+_gradient = functools.partial(bug.gradient, aten)
 
 
 def _reading(change: Callable[[Any], dict[str, Any]]) -> Plant:
@@ -112,12 +109,6 @@ def _statistic_of_the_gate(replace: Callable[..., None], self: Any) -> None:
     found = tuple(dataclasses.replace(s, of="gate") for s in self.others.statistics)
     self.others = dataclasses.replace(self.others, statistics=found)
     replace(self)
-
-
-def _gradient(at: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
-    return result(
-        aten, "backward", lambda *grads: [g if i != at else change(g) for i, g in enumerate(grads)]
-    )
 
 
 def _few_are_kept(forward: Callable[..., Any], x: Any, b: Any, stats: Any, packed: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planted import bug
-from planted.bug import Plant, Program, instead, result
+from planted.bug import Plant, instead, programs, result
 from sparse_inductor.aten import sparse_scores as aten
 from sparse_inductor.match.scoring.scored import Scores
 
@@ -42,11 +42,9 @@ def _build(score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[torch.T
     return score, (query, ids, values, torch.arange(N).repeat_interleave(L))
 
 
-PROGRAMS = {
-    "padded_documents": Program(PATTERN, functools.partial(_build, _padded)),
-    "coordinates": Program(PATTERN, functools.partial(_build, _accumulated)),
-    "best_documents": Program(PATTERN, functools.partial(_build, _best)),
-}
+PROGRAMS = programs(
+    PATTERN, _build, padded_documents=_padded, coordinates=_accumulated, best_documents=_best
+)
 Bug = functools.partial(bug.Bug, program="padded_documents")
 
 

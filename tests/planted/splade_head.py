@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from planted import bug
-from planted.bug import Program as Shown
-from planted.bug import instead, result
+from planted.bug import instead, programs, result
 from sparse_inductor.epilogue.plan import Lowered
 from sparse_inductor.epilogue.steps import Program, Step
 from sparse_inductor.match.chains.chain import Chain
@@ -62,10 +61,7 @@ def _build(pool: Callable[..., Any]) -> tuple[nn.Module, tuple[torch.Tensor, tor
     return model, (hidden, (torch.arange(S) < lengths[:, None]).long())
 
 
-PROGRAMS = {
-    name: Shown(PATTERN, functools.partial(_build, pool))
-    for name, pool in (("splade", _splade), ("soft_cap", _soft_cap), ("positions", _positions))
-}
+PROGRAMS = programs(PATTERN, _build, splade=_splade, soft_cap=_soft_cap, positions=_positions)
 Bug = functools.partial(bug.Bug, program="splade")
 
 
@@ -109,15 +105,9 @@ def _no_mask() -> Any:
     return stack
 
 
-def _fill(value: float) -> Callable[[], Any]:
-    original = op._lower
-
-    def wrong(*args: Any) -> Lowered:
-        low = original(*args)
-        fill = None if low.fill is None else torch.full_like(low.fill, value)
-        return dataclasses.replace(low, fill=fill)
-
-    return lambda: mock.patch.object(op, "_lower", wrong)
+def _other_fill(low: Lowered) -> Lowered:
+    fill = None if low.fill is None else torch.full_like(low.fill, 0.5)
+    return dataclasses.replace(low, fill=fill)
 
 
 _forward = functools.partial(result, aten, "forward")
@@ -181,7 +171,7 @@ BUGS = (
     ),
     Bug("tanh dropped", _program(_without("tanh")), program="soft_cap"),
     # The operator's forward
-    Bug("fill of an empty sequence", _fill(0.5)),
+    Bug("fill of an empty sequence", result(op, "_lower", _other_fill)),
     Bug("last sequence not written", _forward(lambda v, w, p: (torch.cat([v[:-1], v[:1]]), w, p))),
     Bug("positions off by one", _forward(lambda v, w, p: (v, w if w is None else (w + 1) % S, p)), program="positions"),
     # The operator's backward
