@@ -7,6 +7,7 @@ Run it as a script with a folder, a world size, a device type and the names of c
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 import traceback
@@ -93,35 +94,32 @@ SHARDED = {
 }
 
 
-def sharded_operator(op: str, compiled: bool) -> Callable[[DeviceMesh], None]:
-    def run(mesh: DeviceMesh) -> None:
-        fn, tensors = ops_of(mesh)[op]
-        whole = [leaf(t, op) for t in tensors]
-        wanted = fn(*whole)
-        cotangent = torch.randn_like(wanted)
-        wanted.backward(cotangent)
-        for placements, result in SHARDED[op]:
-            torch._dynamo.reset()
-            parts = [leaf(distribute_tensor(t, mesh, [p]), op) for t, p in zip(tensors, placements)]
-            program = torch.compile(fn, backend="aot_eager") if compiled else fn
-            got = program(*parts)
-            assert got.placements == (result,), (placements, got.placements)
-            got.backward(distribute_tensor(cotangent, mesh, [R]))
-            close(got.full_tensor(), wanted)
-            for mine, theirs in zip(parts, whole):
-                if theirs.grad is not None:
-                    close(mine.grad.full_tensor(), theirs.grad)
-            with torch.inference_mode():
-                parts = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements)]
-                close(fn(*parts).full_tensor(), wanted)
-
-    return run
+def sharded_operator(op: str, compiled: bool, mesh: DeviceMesh) -> None:
+    fn, tensors = ops_of(mesh)[op]
+    whole = [leaf(t, op) for t in tensors]
+    wanted = fn(*whole)
+    cotangent = torch.randn_like(wanted)
+    wanted.backward(cotangent)
+    for placements, result in SHARDED[op]:
+        torch._dynamo.reset()
+        parts = [leaf(distribute_tensor(t, mesh, [p]), op) for t, p in zip(tensors, placements)]
+        program = torch.compile(fn, backend="aot_eager") if compiled else fn
+        got = program(*parts)
+        assert got.placements == (result,), (placements, got.placements)
+        got.backward(distribute_tensor(cotangent, mesh, [R]))
+        close(got.full_tensor(), wanted)
+        for mine, theirs in zip(parts, whole):
+            if theirs.grad is not None:
+                close(mine.grad.full_tensor(), theirs.grad)
+        with torch.inference_mode():
+            parts = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements)]
+            close(fn(*parts).full_tensor(), wanted)
 
 
 for _op in SHARDED:
     PARTS[_op] = [f"{_op}_eager", f"{_op}_compiled"]
     for _name in PARTS[_op]:
-        CHECKS[_name] = sharded_operator(_op, _name.endswith("compiled"))
+        CHECKS[_name] = functools.partial(sharded_operator, _op, _name.endswith("compiled"))
 
 
 def leaf(t: Tensor, op: str = "") -> Tensor:

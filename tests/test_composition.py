@@ -18,6 +18,19 @@ X = torch.arange(-3.0, 3.0)
 pytestmark = pytest.mark.usefixtures("toys")
 
 
+class Mine(CustomGraphPass):
+    """A user's pass, which records its calls by name."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def __call__(self, graph):
+        self.calls.append(self.name)
+
+    def uuid(self):
+        return self.name
+
+
 def compiled_with(options, fn=relu_of_sum):
     """Compile `fn` by Inductor with these options, call it, and return its result."""
     return torch.compile(fn, options=options)(X)
@@ -66,20 +79,9 @@ def test_options_combine_with_other_options():
 
 def test_options_keep_the_users_passes():
     calls = []
-
-    class Mine(CustomGraphPass):
-        def __init__(self, name):
-            self.name = name
-
-        def __call__(self, graph):
-            calls.append(self.name)
-
-        def uuid(self):
-            return f"test_composition {self.name}"
-
     with config.patch(
-        pre_grad_custom_pass=Mine("pre"),
-        post_grad_custom_pre_pass=Mine("post"),
+        pre_grad_custom_pass=Mine("pre", calls),
+        post_grad_custom_pre_pass=Mine("post", calls),
         force_disable_caches=True,
     ):
         compiled_with(sparse_inductor.options(only="toy"))
@@ -137,31 +139,17 @@ def test_nested_bodies_are_rewritten():
 
 def test_a_chain_of_passes_runs_all_and_is_cacheable_only_if_all_are():
     calls = []
-
-    class Mine(CustomGraphPass):
-        def __call__(self, graph):
-            calls.append("mine")
-
-        def uuid(self):
-            return "mine"
-
-    chain = slots.Chain([Mine(), calls.append])
+    mine = Mine("mine", calls)
+    chain = slots.Chain([mine, calls.append])
     chain("graph")
     assert calls == ["mine", "graph"]
     assert chain.uuid() is None
-    assert slots.Chain([Mine(), Mine()]).uuid() == ("mine", "mine")
+    assert slots.Chain([mine, mine]).uuid() == ("mine", "mine")
 
 
 def test_the_cache_key_holds_the_uuids_of_passes_that_ran_early():
-    class Mine(CustomGraphPass):
-        def __call__(self, graph):
-            pass
-
-        def uuid(self):
-            return "version 7"
-
     sparse_inductor.enable(only="toy")
     (key,) = slots.passes_of(compat.setting(session.KEY_SLOT))
     without = key.uuid()
-    with config.patch(pre_grad_custom_pass=slots.slot_value([Mine()])):
+    with config.patch(pre_grad_custom_pass=slots.slot_value([Mine("version 7", [])])):
         assert key.uuid() == f"{without}|'version 7'"

@@ -167,27 +167,25 @@ def any_size(model):
     yield compile_without_codegen(model, dynamic=True, fullgraph=True)
 
 
-@way()
-def sizes_marked_dynamic(model):
+def marked(model, mark, *dims):
     compiled = compile_without_codegen(model, fullgraph=True)
 
     def program(x):
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(x, 1)
+        for dim in dims:
+            mark(x, dim)
         return compiled(x)
 
     yield program
+
+
+@way()
+def sizes_marked_dynamic(model):
+    yield from marked(model, torch._dynamo.mark_dynamic, 0, 1)
 
 
 @way()
 def a_size_marked_unbacked(model):
-    compiled = compile_without_codegen(model, fullgraph=True)
-
-    def program(x):
-        torch._dynamo.decorators.mark_unbacked(x, 0)
-        return compiled(x)
-
-    yield program
+    yield from marked(model, torch._dynamo.decorators.mark_unbacked, 0)
 
 
 @way(rewrites=())
