@@ -33,7 +33,7 @@ def unsupported_reason(device: torch.device) -> str:
         return f"triton {version} is older than {least} (pip install -U triton)"
     if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
         return "triton needs a C compiler to start kernels (apt-get install gcc)"
-    capability = _capability(device)
+    capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         have, least = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
         return f"this GPU has compute capability {have}, its kernels need {least}"
@@ -74,7 +74,3 @@ def _import_problem(modules: tuple[str, ...]) -> str:
             line = (str(error).splitlines() or [""])[0]
             return f"its kernels cannot be imported ({name}: {type(error).__name__}: {line})"
     return ""
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

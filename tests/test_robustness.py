@@ -34,13 +34,18 @@ def not_installed(name):
         (metadata, "version", not_installed, "triton is not installed"),
         (metadata, "version", lambda name: "3.2.0", "triton 3.2.0 is older than 3.4"),
         (shutil, "which", lambda name: None, "triton needs a C compiler"),
-        (ability, "_capability", lambda device: (7, 5), "capability 7.5, its kernels need 8.0"),
+        (
+            torch.cuda,
+            "get_device_capability",
+            lambda _: (7, 5),
+            "capability 7.5, its kernels need 8.0",
+        ),
         (torch.version, "hip", "6.4", "made for NVIDIA GPUs"),
     ],
     ids=["no triton", "old triton", "no compiler", "old GPU", "other GPU"],
 )
 def test_what_the_kernels_lack(monkeypatch, where, name, instead, says):
-    monkeypatch.setattr(ability, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(where, name, instead)
     ability.unsupported_reason.cache_clear()
     try:

@@ -161,7 +161,7 @@ class ShardedIndex(nn.Module):
 
         def written() -> PendingFile:
             path.mkdir(parents=True, exist_ok=True)
-            return files.pending(path / self._part(), self.local._contents, self.local.weights)
+            return files.pending(path / _part(self.group), self.local._contents, self.local.weights)
 
         pending: list[PendingFile] = []
         try:
@@ -177,9 +177,6 @@ class ShardedIndex(nn.Module):
         of the lowest such rank."""
         return _together(work, self.group, self.device)
 
-    def _part(self) -> str:
-        return f"part-{dist.get_rank(self.group)}-of-{dist.get_world_size(self.group)}"
-
     @classmethod
     def load(
         cls,
@@ -193,9 +190,13 @@ class ShardedIndex(nn.Module):
 
         Raises FileNotFoundError if the number of processes was different.
         """
-        name = f"part-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
-        load = lambda: SparseIndex.load(Path(folder) / name, device=device, verify=verify)
+        path = Path(folder) / _part(group)
+        load = lambda: SparseIndex.load(path, device=device, verify=verify)
         return cls(_together(load, group, torch.device(device)), group)
+
+
+def _part(group: dist.ProcessGroup | None) -> str:
+    return f"part-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
 
 
 def _together(work: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device) -> T:

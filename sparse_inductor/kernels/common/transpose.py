@@ -56,6 +56,11 @@ def buffered_rows(t: Tensor, most: int) -> int:
     return max(1, most // (t.shape[1] * t.element_size() * TILE)) * TILE
 
 
+def along_rows(t: Tensor) -> Tensor:
+    """Return t [M, N], or a contiguous copy of it, with unit stride along its rows."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
 def row_major(t: Tensor, run: Launcher = launch, beside: bool = False) -> Tensor:
     """Return t [N, D], or a copy of it, with unit stride along its rows. run: launches the kernel. beside: copy while
     the preceding kernel ends, which must trigger its dependents early and not write t."""

@@ -726,6 +726,11 @@ def _fixed(problem: Problem) -> Fixed:
     )
 
 
+def _registers(problem: Problem, most: int) -> dict[str, int]:
+    """Return the option that limits a kernel's registers per thread; the interpreter has none."""
+    return {} if problem.interpreted else {"maxnreg": most}
+
+
 def forward_lists(
     problem: Problem,
     out: torch.Tensor,
@@ -778,7 +783,7 @@ def forward_lists(
         "SLOTS": SLOTS,
         "LATE": problem.causal or (table is not None and table.strides[2] != 0),
         "C": _fixed(problem),
-        **({"maxnreg": REGISTERS} if cuda else {}),
+        **_registers(problem, REGISTERS),
     }
     tiles = triton.cdiv(x.Lk, KEYS.value)
     part, most, update, early = _schedule(tiles)
@@ -798,7 +803,7 @@ def forward_lists(
     per = _per(problem)
     _finalize_kernel[(problem.heads * triton.cdiv(x.Lq, per),)](
         x, lists, flags, out, reference, shift, TRAINING=training, SLOTS=SLOTS, R=per, CHUNK=8,
-        C=_fixed(problem), num_warps=1, **({"maxnreg": FINALIZE} if cuda else {}),
+        C=_fixed(problem), num_warps=1, **_registers(problem, FINALIZE),
     )  # fmt: skip
 
 
@@ -820,8 +825,7 @@ def rows_backward(
     _places_kernel[(filed.partial.numel(),)](x, lists, filed, BM=rows, CHUNK=4096, num_warps=8)
     _rows_kernel[(problem.heads * triton.cdiv(x.Lq, per),)](
         x, lists, filed, Strided.of(grad), dq, delta, dalpha, SLOTS=SLOTS, R=per, CHUNK=8,
-        C=_fixed(problem), num_warps=1,
-        **({} if problem.interpreted else {"maxnreg": REGISTERS}),
+        C=_fixed(problem), num_warps=1, **_registers(problem, REGISTERS),
     )  # fmt: skip
     return filed
 
@@ -842,21 +846,13 @@ def add_keys_from_lists(
     # `_keys_kernel` holds two tensors of R x CHUNK x width in registers: 64 registers per lane each at width 64, and 32
     # above, where the sums take more.
     per = _per(problem)
-
-    def registers(most: int) -> dict[str, int]:
-        return {} if problem.interpreted else {"maxnreg": most}
-
     _keys_kernel[(heads * triton.cdiv(x.Lk, per),)](
-        *given,
-        **constants,
-        R=per,
-        CHUNK=2 * per,
-        num_warps=1,
-        **registers(BY_KEY if per == 4 else REGISTERS),
-    )
+        *given, **constants, R=per, CHUNK=2 * per, num_warps=1,
+        **_registers(problem, BY_KEY if per == 4 else REGISTERS),
+    )  # fmt: skip
     _many_rows_kernel[(heads * triton.cdiv(x.Lk, SPAN),)](
         *given, **constants, SMALL=x.H * x.Lq * SORTED.value < 2**31, R=per, CHUNK=2 * per**2, SPAN=SPAN,
-        num_warps=1, **registers(REGISTERS),
+        num_warps=1, **_registers(problem, REGISTERS),
     )  # fmt: skip
     _long_keys_kernel[(heads * triton.cdiv(x.Lk, 64),)](
         *given, **constants, SPAN=64, ROWS=32, SLOT=64, num_warps=4

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..common.transpose import row_major
+from ..common.transpose import along_rows, row_major
 from . import dots as dot_rows
 from . import few, forward, listed, popular, rows
 from .columns import TokenLists, sums_by_neuron
@@ -35,8 +35,7 @@ def backward(
     """Return the gradients of x, gate, gate_bias, up, up_bias, down, down_bias and of the statistic's weight. Gradients
     that are not needed are None. column_major: which of the gradients of gate, up and down are laid out
     column-major."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    x, dy = along_rows(x), along_rows(dy)
     d_stats = None if d_stats is None else d_stats.float().contiguous()
     N = b.gate.shape[0]
     if d_stats is None and forward.is_few(len(x), N):

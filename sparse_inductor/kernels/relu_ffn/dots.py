@@ -43,9 +43,8 @@ def _slices(table: torch.Tensor) -> tuple[int, int, int]:
     """Return (slices, columns held at once, warps) for a table: one slice if the table stays in L2."""
     if table.nbytes <= gather.RESIDENT:
         return _one_slice(table)
-    K = table.shape[1]
-    columns = gather.columns_that_stay(K, not table.is_cuda, [table])
-    return triton.cdiv(K, columns), columns, max(1, columns // gather.SUM_COLUMNS)
+    columns = gather.columns_that_stay(table)
+    return triton.cdiv(table.shape[1], columns), columns, max(1, columns // gather.SUM_COLUMNS)
 
 
 def follows(x: torch.Tensor, table: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import Program
 
-from ..common.transpose import row_major
+from ..common.transpose import along_rows, row_major
 from . import decode, few, hopper, listed, popular, rows, statistics
 from . import dots as dot_rows
 from . import packing as packer
@@ -121,7 +121,7 @@ def forward(
     """
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = along_rows(x)
     plain = packed is None and stats is None and b.thresholds is None
     if plain and decode.applies(x, b):
         return decode.forward(x, b, y, residual)

@@ -8,8 +8,6 @@ columns: all rows process one slice before the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -41,10 +39,10 @@ def width(n: int, most: int, interpreted: bool) -> int:
     return 32 if interpreted else min(most, max(32, triton.next_power_of_2(n)))
 
 
-def columns_that_stay(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> int:
-    """Return the width of a column slice of the tables, which have D columns, such that the slice stays in L2."""
-    columns = width(D, WIDTH, interpreted)
-    column = sum(len(t) * t.element_size() for t in tables)
+def columns_that_stay(table: torch.Tensor) -> int:
+    """Return the width of a column slice of the table such that the slice stays in L2."""
+    columns = width(table.shape[1], WIDTH, not table.is_cuda)
+    column = len(table) * table.element_size()
     while columns > NARROWEST and columns * column > RESIDENT:
         columns //= 2
     return columns

@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import relaunched
-from ..common.transpose import row_major
+from ..common.transpose import along_rows, row_major
 from ..relu_ffn import dots, listed, packing, rows
 from ..relu_ffn.columns import TokenLists, sums_by_neuron
-from .sums import addressable
 
 # (count [M], the number of a row's non-zeros; index and values [M, capacity] of rows that fit)
 Entries = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +33,7 @@ def _listed(entries: Entries) -> listed.Listed:
 
 def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
     """Return h [M, N] @ weight [N, D]."""
-    h, table = addressable(h), row_major(weight)
+    h, table = along_rows(h), row_major(weight)
     y = h.new_empty(len(h), table.shape[1])
     rows.weighted_rows(*entries, table, y)
     listed.product(h, table.t(), y, _listed(entries))
@@ -43,7 +42,7 @@ def matmul(h: Tensor, entries: Entries, weight: Tensor) -> Tensor:
 
 def outer(h: Tensor, entries: Entries, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (h^T @ x [N, D], the column sums of h [M, N])."""
-    h, x = addressable(h), addressable(x)
+    h, x = along_rows(h), along_rows(x)
     N, D = h.shape[1], x.shape[1]
     count, index, values = entries
     out, total = h.new_empty(N, D), h.new_empty(N)
@@ -66,7 +65,7 @@ def _put_kernel(count, index, values, out, N, CAP: tl.constexpr, BLOCK: tl.const
 
 def masked_matmul(entries: Entries, x: Tensor, weight: Tensor) -> Tensor:
     """Return x [M, D] @ weight [N, D]^T at the entries, 0 elsewhere. Rows that overflow are computed at all columns."""
-    x, table = addressable(x), row_major(weight)
+    x, table = along_rows(x), row_major(weight)
     count, index, values = entries
     cap = index.shape[1]
     out, found = x.new_zeros(len(x), len(weight)), torch.empty_like(values)

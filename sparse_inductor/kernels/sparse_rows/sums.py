@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
-from ..common.transpose import buffered_rows, row_major, transpose
+from ..common.transpose import along_rows, buffered_rows, row_major, transpose
 from ..relu_ffn.columns import TokenLists, sum_entries, sum_options
 
 # Candidate numbers of columns of a weight per program. All rows process these columns before the next ones, so the
@@ -27,11 +27,6 @@ ENTRIES = 8
 MASKS = 256 << 20
 # Bytes of a column-major gradient that are buffered before they are transposed.
 BUFFER = 128 << 20
-
-
-def addressable(t: Tensor) -> Tensor:
-    """Return t, or a copy of it, with unit stride along its rows."""
-    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def _width(table: Tensor) -> int:
@@ -111,7 +106,7 @@ def _dots_kernel(
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
     """Return values[m, i] = x[m] . weight[indices[m, i]]. run: launches the kernel."""
-    x, table = addressable(x), row_major(weight, run)
+    x, table = along_rows(x), row_major(weight, run)
     values = x.new_empty(indices.shape)
     (M, k), D = indices.shape, table.shape[1]
     width = WIDTHS[-1] if x.is_cuda else 32
@@ -199,7 +194,7 @@ def outer(
 ) -> tuple[Tensor, Tensor]:
     """Return (sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the
     layout of the first result. run: launches the kernels."""
-    values, x = values.contiguous(), addressable(x)
+    values, x = values.contiguous(), along_rows(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
     piece = aten.PIECE

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import Launcher, launch
+from ..common.transpose import along_rows
 
 # Columns per group: 32 is faster than 64 and 128 on an H100.
 GROUP = 32
@@ -217,7 +218,7 @@ def top(
 ) -> None:
     """Write the k largest entries of each row of scores [M, N] to rows first to first + M of values and int64 indices
     [*, k], contiguous. ordered: sort them, else they are in column order. run: launches the kernels."""
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    scores = along_rows(scores)
     M, N = scores.shape
     group, part, chunk = (GROUP, PART, CHUNK) if scores.is_cuda else (4, 8, 64)
     groups = triton.cdiv(N, group)

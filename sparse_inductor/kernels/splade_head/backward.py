@@ -23,7 +23,6 @@ graphs. Memory is bounded by processing v, or b, in slabs (`_SCRATCH_BYTES`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -484,8 +483,7 @@ def backward(
     }
     shape = _Shape(B, S, D, V)
 
-    device = torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext()
-    with device:
+    with torch.cuda.device_of(hidden):
         if grad_weight is not None or grad_bias is not None:
             _grad_weight(shape, source, programs, hidden, grad_weight, grad_bias)
         if grad_hidden is not None:
