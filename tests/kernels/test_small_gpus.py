@@ -7,7 +7,7 @@ import sys
 import pytest
 from compiling import compiled, run_compiled
 
-NONE = dict.fromkeys("gate_bias up_bias d_stats bias".split())
+NONE = dict.fromkeys("gate_bias up_bias d_stats bias thresholds weight".split())
 
 
 def attention() -> None:
