@@ -146,14 +146,14 @@ def test_a_search_within_an_append_and_a_delete_from_its_documents():
 # Forks
 
 
-def in_child(work, seconds: int = 40) -> int:
+def in_child(work) -> int:
     """Run `work` in a forked child and return its wait status, 0 on success."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(seconds)
+            signal.alarm(40)
             work()
             status = 0
         finally:

@@ -268,7 +268,7 @@ def sparse_scores(
     return program, [query]
 
 
-def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32"):
+def index(device: torch.device, docs: int, weights: str = "float32"):
     """Build the call of `SparseIndex.search`, on packed tensors if the query has kernels."""
     from sparse_inductor.kernels.sparse_scores import search as kernel
 
@@ -283,7 +283,7 @@ def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32")
     def program(query: Tensor) -> Any:
         takes = layers.has_kernels(query)
         postings, counts, _ = (packed, [docs], None) if takes else built.operands()
-        return ops.index_search(query, postings, counts, deleted, k)
+        return ops.index_search(query, postings, counts, deleted, 5)
 
     return program, [query]
 

@@ -24,8 +24,8 @@ def collection(n: int, seed: int = 0, negative: bool = False) -> torch.Tensor:
     return dense - 0.1 * (dense > 0) if negative else dense
 
 
-def queries(b: int = 4, seed: int = 1) -> torch.Tensor:
-    return sparse(b, V, 0.5, seed)
+def queries(b: int = 4) -> torch.Tensor:
+    return sparse(b, V, 0.5, 1)
 
 
 def assert_true_top(index, dense, q, k, deleted=()):

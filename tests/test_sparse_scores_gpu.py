@@ -31,8 +31,8 @@ def collection(n=40000, seed=0):
     return sparse(n, V, 0.05, seed)
 
 
-def queries(b=16, seed=1):
-    return sparse(b, V, 0.1, seed)
+def queries(b=16):
+    return sparse(b, V, 0.1, 1)
 
 
 def on_gpu(case):

@@ -51,9 +51,13 @@ def rectified_first(s, x):
     return F.linear(encoded, s.W_dec.T) + s.b_dec
 
 
+def largest(scores):
+    values, indices = scores.topk(4)
+    return torch.zeros_like(scores).scatter(-1, indices, values)
+
+
 def tied(s, x):
-    values, indices = (x @ s.W_enc).topk(4)
-    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_enc.T
+    return largest(x @ s.W_enc) @ s.W_enc.T
 
 
 def unit_rows(s, x):
@@ -198,28 +202,24 @@ def test_k_may_be_a_symbol_of_which_break_even_points_know(monkeypatch):
 
 def centred_twice(s, x):
     centred = x - s.b_dec
-    values, indices = (centred @ s.W_enc + s.b_enc).topk(4)
-    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec + centred
+    return largest(centred @ s.W_enc + s.b_enc) @ s.W_dec + centred
 
 
 def centred_without_gradient(s, x):
     with torch.no_grad():
         centred = x - s.b_dec
-    values, indices = (centred @ s.W_enc + s.b_enc).topk(4)
-    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+    return largest(centred @ s.W_enc + s.b_enc) @ s.W_dec
 
 
 def centred_and_written_to(s, x):
     x = x * 1
     centred = x - s.b_dec
     x.zero_()
-    values, indices = (centred @ s.W_enc + s.b_enc).topk(4)
-    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+    return largest(centred @ s.W_enc + s.b_enc) @ s.W_dec
 
 
 def the_other_way_round(s, x):
-    values, indices = ((s.b_dec - x) @ s.W_enc + s.b_enc).topk(4)
-    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+    return largest((s.b_dec - x) @ s.W_enc + s.b_enc) @ s.W_dec
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def relu_alone(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
 
 
-def captured(fn: Callable[..., Any], *args: Any, fullgraph: bool = False) -> list[str]:
+def captured(fn: Callable[..., Any], *args: Any) -> list[str]:
     """Compile with Dynamo and Inductor's pre-grad passes alone, and return the names of the functions in
     the graphs."""
     names: list[str] = []
@@ -79,7 +79,7 @@ def captured(fn: Callable[..., Any], *args: Any, fullgraph: bool = False) -> lis
         names.extend(n.target.__name__ for n in gm.graph.nodes if n.op == "call_function")
         return gm.forward
 
-    torch.compile(fn, backend=backend, fullgraph=fullgraph)(*args)
+    torch.compile(fn, backend=backend)(*args)
     return names
 
 

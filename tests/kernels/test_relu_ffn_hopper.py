@@ -64,6 +64,15 @@ PRODUCTS = [
 ]
 
 
+def factors(dtype, M, K, N, k_major):
+    """Return x [M, K], with a NaN, and a weight [N, K] that has unit stride along either dimension."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(s, K, device="cuda", dtype=dtype) for s in (M, N))
+    w /= K**0.5
+    x[1, 3] = torch.nan
+    return x, w if k_major else w.t().contiguous().t()
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,12 +80,8 @@ PRODUCTS = [
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("k_major", [True, False])
 def test_marked_product(dtype, M, K, N, bias, k_major):
-    torch.manual_seed(0)
-    x, w = (torch.randn(s, K, device="cuda", dtype=dtype) for s in (M, N))
-    w /= K**0.5
-    w = w if k_major else w.t().contiguous().t()
+    x, w = factors(dtype, M, K, N, k_major)
     b = torch.randn(N, device="cuda", dtype=dtype) if bias else None
-    x[1, 3] = torch.nan
     assert hopper.applies(x, w)
     state = torch.full((M * 7 + 1,), -1, dtype=torch.int64, device="cuda")
     want = F.linear(x, w, b)
@@ -95,12 +100,8 @@ def test_marked_product(dtype, M, K, N, bias, k_major):
 @pytest.mark.parametrize("k_major", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), PRODUCTS)
 def test_marked_product_by_thresholds_of_neurons(dtype, k_major, M, K, N):
-    torch.manual_seed(0)
-    x, w = (torch.randn(s, K, device="cuda", dtype=dtype) for s in (M, N))
-    w /= K**0.5
-    w = w if k_major else w.t().contiguous().t()
+    x, w = factors(dtype, M, K, N, k_major)
     thresholds = torch.randn(N, device="cuda", dtype=dtype)
-    x[1, 3] = torch.nan
     state = torch.full((7,), -1, dtype=torch.int32, device="cuda")
     out, bitmask = hopper.product_with_bitmask(x, w, None, -math.inf, state, thresholds=thresholds)
     assert not state.any()

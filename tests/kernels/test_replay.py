@@ -346,14 +346,14 @@ def test_a_launch_on_another_stream_goes_its_usual_way(monkeypatch):
     assert planned(call) == 4
 
 
-def scaled_twice(factor: float):
+def scaled_between():
     """Return a replayed function in which ATen operators, in place and out of place, run between two launches."""
     kernel = Kernel(double)
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         scratch = torch.empty(40)
         launch(kernel, (1,), (x, scratch[20:], 20), {"F": 2}, 4)
-        scratch[20:].mul_(factor)
+        scratch[20:].mul_(3.0)
         total = torch.cumsum(scratch.view(2, 20)[1], 0)
         pairs = torch.stack([total, x.view(-1)]).to(torch.float64).sum(0)
         out = x.new_zeros(20)
@@ -365,7 +365,7 @@ def scaled_twice(factor: float):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_aten_computes_on_the_way_is_computed_again(autocast):
-    call = scaled_twice(3.0)
+    call = scaled_between()
     for x in draws(5):
         with torch.autocast("cpu", enabled=autocast):
             out, pairs = call(x)

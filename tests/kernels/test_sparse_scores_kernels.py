@@ -58,8 +58,8 @@ def collection(n, seed=0, share=0.1, negative=False):
     return dense - 0.2 * (dense > 0) if negative else dense
 
 
-def queries(b=3, seed=1, share=0.2):
-    return sparse(b, V, share, seed)
+def queries(b=3, share=0.2):
+    return sparse(b, V, share, 1)
 
 
 def segments(dense, precision="float32", device="cpu", size=1000):
