@@ -24,7 +24,7 @@ from .graph.names import is_operator
 from .match.entmax import leaves
 from .notices import described
 from .pattern import Miss
-from .rehearsal import differentiating_fakes
+from .rehearsal import differentiating_fakes, run_backward
 
 _OPERATORS = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
@@ -191,11 +191,8 @@ def _forward_and_backward(graph: fx.Graph, inputs: list[Any]) -> None:
     with differentiating_fakes(), mode or contextlib.nullcontext():
         # The graph may write to its inputs.
         given = [t.clone() if _is_tensor(t) else t for t in leaf]
-        results = [t for t in tensors_in(_run(module, given)) if t.requires_grad]
-        wanted = [t for t in leaf if _is_tensor(t) and t.requires_grad]
-        if results and wanted:
-            grads = [torch.empty_like(t) for t in results]
-            torch.autograd.grad(results, wanted, grads, allow_unused=True)
+        result = _run(module, given)
+        run_backward(result, [t for t in leaf if _is_tensor(t) and t.requires_grad])
 
 
 class _Trial(fx.Interpreter):

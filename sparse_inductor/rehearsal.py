@@ -6,7 +6,7 @@ An error in an operator's shape function or backward would otherwise end the com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,14 @@ def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if getattr(t, "requires_grad", False)]
     mode = next((t.fake_mode for t in leaves if hasattr(t, "fake_mode")), contextlib.nullcontext())
     with differentiating_fakes(), mode, compat.symbolic_sizes():
-        results = [t for t in tensors_in(op(*args, **kwargs)) if t.requires_grad]
-        if results:
-            given = [torch.empty_like(t) for t in results]
-            torch.autograd.grad(results, leaves, given, allow_unused=True)
+        run_backward(op(*args, **kwargs), leaves)
+
+
+def run_backward(result: Any, leaves: Sequence[torch.Tensor]) -> None:
+    """Run the backward of all tensors of a result that require a gradient, without keeping the gradients."""
+    outputs = [t for t in tensors_in(result) if t.requires_grad]
+    if outputs and leaves:
+        torch.autograd.grad(outputs, leaves, [*map(torch.empty_like, outputs)], allow_unused=True)
 
 
 @contextlib.contextmanager
