@@ -57,6 +57,9 @@ WRITERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "batch norm": lambda t: F.batch_norm(
         torch.ones(4, t.numel()), t.view(-1), torch.ones(t.numel()), training=True
     ),
+    "instance norm, by default": lambda t: F.instance_norm(
+        torch.randn(4, t.numel(), 2), t.view(-1), torch.ones(t.numel())
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -221,11 +221,16 @@ def _unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     name = getattr(target, "__name__", "").partition(".")[0]
     when, names = _UNSAID[name]
     try:
-        parameters = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a builtin has the parameters of ATen's schema
+        bound = inspect.signature(target).bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        given: Mapping[str, Any] = bound.arguments
+    except (
+        TypeError,
+        ValueError,
+    ):  # a builtin has the parameters of ATen's schema, without defaults
         parameters = [a.name for schema in _schemas(name)[:1] for a in schema.arguments]
-    bound = {**dict(zip(parameters, args)), **kwargs}
-    return [bound.get(n) for n in names] if bound.get(when) not in (False, None) else []
+        given = {**dict(zip(parameters, args)), **kwargs}
+    return [given.get(n) for n in names] if given.get(when) not in (False, None) else []
 
 
 def _is_result(writer: fx.Node, target: fx.Node) -> bool:
