@@ -23,7 +23,10 @@ _told: set[str] = set()  # warnings that have been logged
 
 
 # Operators that save integer tensors, whereas the operations as written save floating-point tensors.
-_SAVE_INTEGERS = ("sparse_inductor::splade_head", "sparse_inductor::relu_ffn")
+_SAVE_INTEGERS = tuple(
+    f"sparse_inductor::{name}"
+    for name in ("splade_head", "relu_ffn", "sparse_product", "entmax_attention")
+)
 
 
 def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:

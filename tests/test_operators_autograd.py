@@ -180,21 +180,39 @@ def test_gradients_of_several_vectors_at_once(pattern):
 # Saved-tensor hooks
 
 
-def test_hooks_that_take_what_is_saved_for_floating_point_numbers():
+class _Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(D, 600), nn.Linear(600, D)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        f = self.encoder(x).relu()
+        return self.decoder(f), f
+
+
+SAVING_INTEGERS = {
+    "relu_ffn": lambda: nn.Sequential(nn.Linear(D, 600), nn.ReLU(), nn.Linear(600, D)),
+    "sparse_product": _Autoencoder,
+    "entmax_attention": lambda: layer("entmax_attention"),
+}
+
+
+@pytest.mark.parametrize("pattern", SAVING_INTEGERS)
+def test_hooks_that_take_what_is_saved_for_floating_point_numbers(pattern):
     """The hooks would round an operator's saved indices of neurons to eight bits, and thus change them."""
     torch.manual_seed(0)
-    block, x = nn.Sequential(nn.Linear(D, 600), nn.ReLU(), nn.Linear(600, D)), torch.randn(9, D)
+    block, x = SAVING_INTEGERS[pattern](), tokens()
     rounded = torch.autograd.graph.saved_tensors_hooks(
         lambda t: (t.dtype, t.bfloat16()), lambda packed: packed[1].to(packed[0])
     )
 
     def step(model):
         with rounded:
-            y = model(x)
-        return torch.autograd.grad(y.square().sum(), list(block.parameters()))
+            y = pytree.tree_leaves(model(x))
+        return torch.autograd.grad(sum(t.square().sum() for t in y), list(block.parameters()))
 
     wanted = step(block)
-    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
+    with sparse_inductor.enabled(only=pattern, policy="always"):
         got = step(compile_without_codegen(block))
         assert "the program has saved-tensor hooks" in str(sparse_inductor.report())
     torch.testing.assert_close(got, wanted, rtol=5e-2, atol=5e-2)
