@@ -30,7 +30,7 @@ from sparse_inductor.policy.worth import Worth
 NAME, OP = Transform.pattern, Transform.op
 
 # Calls that sort: functions of the entmax package, and the nodes of its autograd Functions or of copies of these.
-_SORTED = frozenset("entmax15 sparsemax autograd_function_apply getitem".split())
+_SORTS = frozenset("sort topk entmax15 sparsemax autograd_function_apply".split())
 
 
 class Entmax(Recogniser):
@@ -63,8 +63,8 @@ class Entmax(Recogniser):
             source.device,
             elements=expected_elements(source.shape),
             columns=expected(source.shape[match.dim]),
-            sorts=view.name_of(match.node) in _SORTED,
-            training=int(source.requires_grad),
+            sorts=any(view.name_of(node) in _SORTS for node in match.nodes),
+            training=int(view.needs_grad(match.source)),
         )
 
 

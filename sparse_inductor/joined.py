@@ -26,7 +26,8 @@ from .notices import described
 from .pattern import Miss
 from .rehearsal import differentiating_fakes, run_backward
 
-_OPERATORS = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
+PATTERNS = ("entmax", "entmax_attention")
+_OPERATORS = tuple(f"sparse_inductor::{name}" for name in PATTERNS)
 
 log = logging.getLogger("sparse_inductor")
 

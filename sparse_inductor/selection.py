@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -100,8 +100,12 @@ class Session:
     def leave(self, miss: Miss) -> None:
         """Record why a graph with an entmax call is not rewritten; its compile restarts."""
         found = near_miss("entmax", miss)
-        report().begin_anew(found, compat.current_compile())
+        report().begin_anew([found], compat.current_compile())
         self._note(Outcome((), (found,)))
+
+    def begin_anew(self, keep: Sequence[str]) -> None:
+        """Remove the records of a compile that restarts, except blocks of these patterns, which it will not read."""
+        report().begin_anew((), compat.current_compile(), keep)
 
     def _note(self, outcome: Outcome) -> None:
         self.graphs += 1

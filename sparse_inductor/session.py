@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from . import compat
-from .joined import joined_in_vain, why_in_parts
+from .joined import PATTERNS, joined_in_vain, why_in_parts
 from .notices import warn
 from .pattern import Pattern
 from .policy.worth import Policy
@@ -102,13 +102,13 @@ def enabled(
     """
     session = Session.of(only, skip, strict, policy, verify)
     outer = _state.session
-    _switch(session, keep_equal=False)
+    _switch(session, keep_equal=False, stacklevel=5)  # entered through contextlib
     try:
         yield
     finally:
         if outer is not None:
             outer.matched |= session.matched
-        _switch(outer, late=False)
+        _switch(outer, keep_equal=False, stacklevel=None)
     session.check_strict()  # not after an exception, which is more important
 
 
@@ -212,6 +212,7 @@ class _RewriteSlot(_OurPass):
             compat.end_graph_where_dynamo_would(miss.reason)
         session.run(graph, fail_at_end_of_graph=session is self._session)
         if joined_in_vain(graph):
+            session.begin_anew(keep=PATTERNS)
             compat.end_graph_where_dynamo_would("an entmax call is not rewritten")
 
 
@@ -259,9 +260,9 @@ class _State:
 _state = _State()
 
 
-def _switch(session: Session | None, late: bool = True, keep_equal: bool = True) -> None:
+def _switch(session: Session | None, keep_equal: bool = True, stacklevel: int | None = 4) -> None:
     """Enable `session`, or disable the enabled one (None). `keep_equal`: keep the enabled session if it is equal.
-    `late`: warn if code was compiled before."""
+    `stacklevel`: that of the warning if code was compiled before; None for no warning."""
     with _state.lock:
         if session is not None and keep_equal and session.same_as(_state.session):
             _install()  # again: the user may have overwritten a slot
@@ -281,8 +282,8 @@ def _switch(session: Session | None, late: bool = True, keep_equal: bool = True)
             _uninstall()
             raise
         _state.session = session
-    if late:
-        _warn_of_the_past(4 if keep_equal else 5)  # `enabled` is entered through contextlib
+    if stacklevel is not None:
+        _warn_of_the_past(stacklevel)
 
 
 def _install() -> None:

@@ -412,6 +412,20 @@ def test_a_call_that_is_not_rewritten_ends_the_graph_as_without_the_plugin():
         assert graphs(fullgraph=True) == 1
 
 
+def test_a_compile_that_restarts_at_a_call_reports_each_block_once():
+    up, down = torch.nn.Linear(7, 16), torch.nn.Linear(16, 7)
+
+    def program(x, z):
+        return down(torch.relu(up(x))), entmax.entmax15(z, dim=-1)
+
+    with sparse_inductor.enabled(policy="auto"):
+        report = sparse_inductor.report()
+        report.clear()
+        compile_without_codegen(program)(torch.randn(3, 7), torch.randn(3, 7, requires_grad=True))
+        here = [p.pattern for p in report.pending if "test_entmax_dynamo" in p.location]
+    assert sorted(here) == ["entmax", "relu_ffn"]
+
+
 def test_what_dynamo_cannot_trace_behind_a_call():
     """Up to torch 2.13, in one graph with the call, `cond` refuses sizes that come from a product of equal symbols."""
 

@@ -315,6 +315,13 @@ def test_strict_without_names_wants_any_match():
         captured(relu_of_sum, X)
 
 
+def test_a_block_within_an_equal_one_leaves_it_as_it_was():
+    with sparse_inductor.enabled(strict=True):
+        with contextlib.suppress(KeyError), sparse_inductor.enabled(strict=True):
+            raise KeyError
+        captured(relu_of_sum, X)
+
+
 def test_strict_does_not_hide_the_users_exception():
     with pytest.raises(KeyError):
         with sparse_inductor.enabled(only="toy", strict=True):

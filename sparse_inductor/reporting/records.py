@@ -80,11 +80,15 @@ class Report:
         self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
         self._seen: set[NearMiss] = set()
-        self._first = 0  # the index of the current compile's first rewrite
         self._pattern_ms: Counter[str] = Counter()
         self.pass_ms = 0.0
         self.graphs = 0
         self._sparse_breaks = compat.sparse_graph_breaks()
+        self._start = self._sizes()  # before the current compile
+
+    def _sizes(self) -> tuple[int, ...]:
+        found = (self._rewrites, self._pending, self._live, self._checks)
+        return (*(len(entries) for entries in found), self.graphs)
 
     def settle(self, pattern: str = "sparse_scores") -> None:
         """Record that Dynamo ended graphs because of torch.sparse tensors, as its counters show."""
@@ -177,22 +181,32 @@ class Report:
     ) -> None:
         """Record one graph of a compile (any object); each near miss is recorded once per compile."""
         with self._lock:
-            new = self.unseen(near_misses, compile)
-            if not self._is_current(compile):
-                self._compile = None if compile is None else weakref.ref(compile)
-                self._seen, self._first = set(), len(self._rewrites)
-            self._seen.update(new)
+            self._add_near_misses(near_misses, compile)
             self._rewrites.extend(rewrites)
-            self._near_misses.extend(new)
             self.pass_ms += pass_ms
             self._pattern_ms.update(pattern_ms)
             self.graphs += 1
 
-    def begin_anew(self, near_miss: NearMiss, compile: object | None) -> None:
-        """Record why a compile (any object) restarts, and remove its rewrites."""
+    def begin_anew(
+        self, near_misses: Iterable[NearMiss], compile: object | None, keep: Sequence[str] = ()
+    ) -> None:
+        """Remove the records of a compile (any object) that restarts, except near misses, to which these are added, and
+        blocks of the patterns in `keep` that run as written."""
         with self._lock:
-            self.add((), [near_miss], 0.0, {}, compile)
-            del self._rewrites[self._first :]
+            self._add_near_misses(near_misses, compile)
+            rewrites, pending, live, checks, self.graphs = self._start
+            del self._rewrites[rewrites:], self._checks[checks:]
+            self._pending[pending:] = [p for p in self._pending[pending:] if p.pattern in keep]
+            for source in [*self._live][live:]:
+                del self._live[source]
+
+    def _add_near_misses(self, near_misses: Iterable[NearMiss], compile: object | None) -> None:
+        new = self.unseen(near_misses, compile)
+        if not self._is_current(compile):
+            self._compile = None if compile is None else weakref.ref(compile)
+            self._seen, self._start = set(), self._sizes()
+        self._seen.update(new)
+        self._near_misses.extend(new)
 
     def __bool__(self) -> bool:
         self.settle()
