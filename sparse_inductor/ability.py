@@ -13,7 +13,7 @@ from importlib import metadata
 
 import torch
 
-LEAST_TRITON = (3, 4)  # device-side tensor descriptors
+LEAST_TRITON = (3, 6)  # the Triton of the oldest supported torch
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
 
 

@@ -4,7 +4,8 @@ Two passes go into Inductor's slots. `_RewriteSlot` (pre_grad_custom_pass) does 
 before the look-up in Inductor's caches, so the report is complete on a warm cache and the key is
 computed on the rewritten graph; torch then leaves the pass's own uuid out of the key. `_CacheKey`
 (post_grad_custom_pre_pass) adds it to the key again: its uuid is a hash of the package's sources, the
-enabled patterns and the options.
+enabled patterns and the environment's switches (`fingerprint`). The policy is not part of it: what it
+decides is in the graph.
 
 Both are installed beside the user's passes in these slots. They read the current session when they
 are called, so a reference that outlives `disable()` has no effect.

@@ -32,7 +32,7 @@ def not_installed(name):
     "where, name, instead, says",
     [
         (metadata, "version", not_installed, "triton is not installed"),
-        (metadata, "version", lambda name: "3.2.0", "triton 3.2.0 is older than 3.4"),
+        (metadata, "version", lambda name: "3.2.0", "triton 3.2.0 is older than 3.6"),
         (shutil, "which", lambda name: None, "triton needs a C compiler"),
         (
             torch.cuda,

@@ -28,7 +28,7 @@ _ACCUMULATIONS = frozenset(
 _PROMOTED = frozenset(("index_put", "scatter_add"))
 
 # Functions whose result autograd saves. Their gradient reads it with any writes through `detach()` or `.data`.
-_SAVE_THEIR_RESULT = frozenset(
+_RESULT_IN_GRADIENT = frozenset(
     "amax amin relu sigmoid tanh exp expm1 sqrt rsqrt reciprocal softmax "
     "entmax15 sparsemax entmax_bisect sparsemax_bisect".split()
 )
@@ -215,7 +215,7 @@ def _unsaved(view: GraphView, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
     These are the result, and alpha, which the bisections keep without autograd's knowledge.
     """
     call = view.call(node)
-    if call.name not in _SAVE_THEIR_RESULT:
+    if call.name not in _RESULT_IN_GRADIENT:
         return
     yield node, "its result"
     alpha = call.get("alpha") if call.name == "entmax_bisect" else None
