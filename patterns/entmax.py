@@ -64,7 +64,7 @@ class Entmax(Recogniser):
             elements=expected_elements(source.shape),
             columns=expected(source.shape[match.dim]),
             sorts=any(view.name_of(node) in _SORTS for node in match.nodes),
-            training=int(view.needs_grad(match.source)),
+            training=view.needs_grad(match.source),
         )
 
 

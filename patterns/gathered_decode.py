@@ -131,8 +131,8 @@ class GatheredDecode(Recogniser):
             entries=expected_elements(indices),
             width=expected(fake(match.weight).shape[1]),
             bits=8 * fake(match.anchor).dtype.itemsize,
-            training=int(view.needs_grad(match.anchor)),
-            bag=int(match.gather is match.anchor),
+            training=view.needs_grad(match.anchor),
+            bag=match.gather is match.anchor,
         )
 
 

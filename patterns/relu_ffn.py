@@ -320,9 +320,9 @@ class ReluFfn(Recogniser):
             width=width,
             bits=8 * dtype.itemsize,
             branches=1 if jumps else len(branches),
-            shared=int(not jumps and len({b.linear.node for b in branches}) < len(branches)),
-            weighed=int(any(s.weight is not None for s in match.others.statistics)),
-            training=int(any(map(view.needs_grad, match.reading.inputs))),
+            shared=not jumps and len({b.linear.node for b in branches}) < len(branches),
+            weighed=any(s.weight is not None for s in match.others.statistics),
+            training=any(map(view.needs_grad, match.reading.inputs)),
         )
         given = sum(expected_elements(fake(p.source).shape) for p in branches[0].linear.summands)
         inputs, stats = given // max(1, tokens), bool(match.others.statistics)

@@ -142,7 +142,7 @@ class SparseProduct(Recogniser):
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
         other = match.anchor if match.op == DECODER else match.linear.source
         sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
-        rectified = int(match.rectified is not None)
+        rectified = match.rectified is not None
         return look_up(NAME, fake(match.anchor).device, **sizes, rectified=rectified)
 
 

@@ -188,10 +188,10 @@ class SparseScores(Recogniser):
             "best": 0 if match.top is None else expected(match.top.k),
         }
         match.guarded = False
-        changing = look_up(NAME, device, **sizes, constant=0)
+        changing = look_up(NAME, device, **sizes, constant=False)
         if changing.below > 0 or match.held is None:
             return changing
-        constant = look_up(NAME, device, **sizes, constant=1)
+        constant = look_up(NAME, device, **sizes, constant=True)
         if constant.below <= 0:
             return changing
         if match.held.why:

@@ -197,7 +197,7 @@ class SpladeHead(Recogniser):
             logits=expected_elements(logits.shape),
             tokens=expected_elements(logits.shape)
             // max(1, expected(logits.shape[match.chain.v_dim])),
-            training=int(view.needs_grad(match.reduction.source)),
+            training=view.needs_grad(match.reduction.source),
             bits=8 * logits.dtype.itemsize,
         )
 

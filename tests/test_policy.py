@@ -673,7 +673,7 @@ def test_kernels_of_a_gpu_are_not_compiled_for_ever_new_k(operator):
 
 
 def test_a_device_without_a_row_is_left_alone():
-    found = break_even.look_up("entmax", torch.device("xpu"), elements=1 << 20)
+    found = break_even.look_up("entmax", torch.device("xpu"), elements=1 << 20, sorts=True)
     assert found.below == 0 and found.reason == "not measured on xpu for 1,048,576 elements"
 
 

@@ -85,7 +85,7 @@ def collection_of(
 def _pays(device: torch.device, queries: int, documents: int, entries: int, k: int) -> bool:
     """Whether a checksum and a search are faster than scoring."""
     sizes = {"queries": queries, "documents": documents, "entries": entries, "best": k}
-    return look_up("sparse_scores", device, **sizes, constant=1).below > 0
+    return look_up("sparse_scores", device, **sizes, constant=True).below > 0
 
 
 def collections() -> list[Collection]:

@@ -52,9 +52,6 @@ _POPULAR, _LAUNCHES, _LOOK = 0.015, 130 * _MILLION, 2.5
 # Rows x weight elements x branches from which on the kernels take longer than the host needs to launch them, in
 # inference and in training.
 _LEAST, _LEAST_TRAINED = 90_000 * _MILLION, 130_000 * _MILLION
-_FLAGS = frozenset(
-    ("training", "constant", "shared", "weighed", "rectified", "bag", "sorts", "changing")
-)
 
 TABLE: Sequence[Row] = (
     # SPLADE head. logits: tokens x vocabulary.
@@ -309,12 +306,12 @@ TABLE: Sequence[Row] = (
 
 
 def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
-    """Look up when an operator is faster at these sizes."""
+    """Look up when an operator is faster at these sizes. A bool is a property of the program, such as `training`."""
     where = _places(device)
     for row in TABLE:
         if row.operator == operator and row.where in where and row.fits(sizes):
             return Worth(row.below, row.reason, _apart(row, sizes) if row.apart else None)
-    shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if name not in _FLAGS)
+    shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if not isinstance(n, bool))
     return Worth(0.0, f"not measured on {where[0]} for {shown}")
 
 

@@ -280,7 +280,7 @@ def sizes_of(
         "neurons": neurons,
         "width": expected(fake(other).shape[-1]),
         "bits": 8 * fake(computed).dtype.itemsize,
-        "training": int(learnt),
+        "training": learnt,
     }
 
 
@@ -288,4 +288,4 @@ def ratio_of(activations: fx.Node, k: int | torch.SymInt) -> dict[str, int]:
     """The further quantities for break-even points if a row has k entries among its N activations: N / k, and whether k
     is symbolic."""
     neurons = expected(fake(activations).shape[-1])
-    return {"ratio": neurons // max(1, expected(k)), "changing": int(not isinstance(k, int))}
+    return {"ratio": neurons // max(1, expected(k)), "changing": not isinstance(k, int)}
