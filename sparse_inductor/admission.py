@@ -57,7 +57,7 @@ def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
         return Miss(reason, match.anchor)
     if lacking := _lacking(match):
         return Miss(f"there is no operator here: {lacking}", match.anchor)
-    for node in (match.anchor, *match.matched_nodes, *match.inputs):
+    for node in (*match.matched_nodes, *match.inputs):
         for t in tensors_in(fake(node)):
             if not compat.computes_as_tensors_do(type(t)):
                 reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
@@ -97,10 +97,10 @@ def without_kernels(match: Match) -> Miss | None:
 
 def _lacking(match: Match) -> str:
     """Return what the kernels lack for a match's tensors or device; for a device, also log it once."""
-    values = [v for n in (match.anchor, *match.matched_nodes) for v in tensors_in(fake(n))]
+    values = [v for n in match.matched_nodes for v in tensors_in(fake(n))]
     if any(v.is_nested for v in values):
         return "the tensors are nested"
-    device = values[0].device if values else None
+    device = next((t.device for t in tensors_in(fake(match.anchor))), None)
     lacking = "" if device is None else unsupported_reason(device)
     if lacking:
         _warn_once(f"nothing is rewritten on {device}: {lacking}")

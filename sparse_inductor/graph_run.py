@@ -59,7 +59,7 @@ class _Candidate:
 
     @property
     def nodes(self) -> set[fx.Node]:
-        return {*self.match.matched_nodes, self.match.anchor}
+        return set(self.match.matched_nodes)
 
 
 @dataclasses.dataclass
@@ -191,13 +191,16 @@ class GraphRun:
                 continue
             name = "output" if node.op == "output" else view.name_of(node)
             for pattern in by_anchor.get(name or "", ()):
-                found = None
+                found: Match | Miss | None = None
                 with self._guarded(pattern, node, quiet=node in view.transforms):
-                    found = pattern.match(node, view)
-                    if not isinstance(found, Miss | None):
-                        found = unrewritable(found, view, self.hooked) or found
-                    elif isinstance(found, Miss) and node in view.transforms:
-                        found = None
+                    result = pattern.match(node, view)
+                    if not isinstance(result, Miss | None):
+                        assert result.anchor in result.matched_nodes, (
+                            "matched_nodes lacks the anchor"
+                        )
+                        found = unrewritable(result, view, self.hooked) or result
+                    elif node not in view.transforms:
+                        found = result
                 if isinstance(found, Miss):
                     misses.append((pattern.name, found, node))
                 elif found is not None:

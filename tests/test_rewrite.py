@@ -176,6 +176,19 @@ def test_a_failure_is_logged_once_a_graph_with_its_traceback(caplog):
 
 
 @pytest.mark.breaks_pattern
+def test_a_match_without_its_anchor_is_a_mistake_of_its_pattern():
+    class Bad(Toy):
+        def match(self, node, view):
+            found = super().match(node, view)
+            found.matched_nodes = found.matched_nodes[:-1]
+            return found
+
+    report = run(trace(two), Bad("bad"))
+    reason = "the pattern raised: AssertionError: matched_nodes lacks the anchor"
+    assert not report.rewrites and {m.reason for m in report.near_misses} == {reason}
+
+
+@pytest.mark.breaks_pattern
 @pytest.mark.parametrize("harm", ["raise midway", "erase a node", "move a node", "invalid order"])
 def test_a_failed_replace_leaves_the_graph_as_it_was(harm):
     class BadMatch(ToyMatch):

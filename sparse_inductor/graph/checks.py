@@ -69,7 +69,7 @@ def check_match(view: GraphView, match: Match) -> None:
     anchor. ends: further nodes that are replaced. kept: nodes whose write stays. settled: nodes whose gradient, taken
     together as one function, is known to equal that of the operator, so that each of them is not checked.
     """
-    inside = {*match.matched_nodes, match.anchor}
+    inside = set(match.matched_nodes)
     if len({view.in_inference_mode(n) for n in inside if n.op.startswith("call")}) > 1:
         # In inference mode AOTAutograd takes no views of outside tensors, and operands may be such views.
         raise NoMatch("a part of it is computed in inference mode, the rest is not", match.anchor)
