@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +28,7 @@ _SAVE_INTEGERS = tuple(
 )
 
 
-def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
+def unrewritable(match: Match, view: GraphView, hooked: bool) -> Miss | None:
     """Return why a match cannot be rewritten in its graph; None if it can.
 
     hooked: whether the program has saved-tensor hooks, which may assume that all saved tensors are floating-point.

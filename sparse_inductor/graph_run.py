@@ -98,6 +98,7 @@ class GraphRun:
         self._before = Snapshot(graph)  # the graph that is matched
         self._start = self._before, self._sizes
         self._done: list[_Accepted] = []
+        self._view: GraphView
         self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
@@ -182,7 +183,7 @@ class GraphRun:
         return by_anchor
 
     def _match(
-        self, by_anchor: dict[str, list[Pattern]], view: Any
+        self, by_anchor: dict[str, list[Pattern]], view: GraphView
     ) -> tuple[list[_Candidate], list[tuple[str, Miss, fx.Node | None]]]:
         candidates: list[_Candidate] = []
         misses: list[tuple[str, Miss, fx.Node | None]] = []
@@ -217,7 +218,7 @@ class GraphRun:
         self,
         candidates: list[_Candidate],
         misses: list[tuple[str, Miss, fx.Node | None]],
-        view: Any,
+        view: GraphView,
     ) -> list[_Candidate]:
         accepted: list[_Candidate] = []
         for pattern in {c.pattern.name: c.pattern for c in candidates}.values():
@@ -397,7 +398,7 @@ def _is_getitem_of(node: fx.Node, matched_nodes: set[fx.Node]) -> bool:
     )
 
 
-def _record(candidate: _Candidate, view: Any) -> Rewrite:
+def _record(candidate: _Candidate, view: GraphView) -> Rewrite:
     match = candidate.match
     saved = match.bytes_saved
     source = source_of(match.anchor, *reversed(match.matched_nodes))

@@ -18,11 +18,14 @@ import importlib.metadata
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
 from .notices import warn
+
+if TYPE_CHECKING:
+    from .graph.view import GraphView
 
 __all__ = ["Example", "Match", "Miss", "Pattern", "Sparse", "register", "registered", "unregister"]
 
@@ -111,7 +114,7 @@ class Pattern(Protocol):
     examples: Sequence[Example]
     near_misses: Sequence[Example]
 
-    def match(self, node: fx.Node, view: Any) -> Match | Miss | None:
+    def match(self, node: fx.Node, view: GraphView) -> Match | Miss | None:
         """Recognise the subgraph that ends in `node`; None if it does not even nearly belong to this family.
 
         Must not change the graph. `view` is a `sparse_inductor.graph.view.GraphView`.

@@ -11,6 +11,7 @@ from torch import fx
 
 from .. import compat
 from ..graph.fakes import fake, static_size, tensors_in
+from ..graph.view import GraphView
 from ..pattern import Match, Pattern, Sparse
 from ..reporting.findings import Pending
 from ..reporting.source import Source, source_of
@@ -51,7 +52,7 @@ class Decisions:
     def profile(self) -> Profile | None:
         return None if self._kept is None else self._kept.profile
 
-    def take(self, candidates: Sequence[_Candidate], view: Any) -> list[bool]:
+    def take(self, candidates: Sequence[_Candidate], view: GraphView) -> list[bool]:
         """Decide for each candidate whether it is rewritten now; its profile decides if its worth depends on data."""
         now = [False] * len(candidates)
         sites: list[tuple[int, Site, Sparse]] = []
@@ -90,7 +91,7 @@ class Decisions:
                     match.popular = version
         return now
 
-    def _worth(self, candidate: _Candidate, view: Any) -> Worth:
+    def _worth(self, candidate: _Candidate, view: GraphView) -> Worth:
         choice = self._policy.get(candidate.pattern.name, "always")
         if choice != "auto":
             return Worth(float(choice == "always"), f"the policy is {choice!r}")
