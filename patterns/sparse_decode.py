@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
+from sparse_inductor.graph.contraction import LAST_AXIS_PRODUCTS
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of
 from sparse_inductor.graph.gemm import Linear, linears
@@ -108,7 +109,7 @@ class SparseDecode(Recogniser):
     name = NAME
     op = OP
     summary = "zeros.scatter(-1, indices, values) @ W + b -> sparse_decode(values, indices, W, b)"
-    anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
+    anchors = LAST_AXIS_PRODUCTS
     signs = SCATTERS
 
     def _match(self, node: fx.Node, view: GraphView) -> DecoderMatch | None:

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
+from sparse_inductor.graph.contraction import LAST_AXIS_PRODUCTS
 from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
@@ -45,7 +46,6 @@ from sparse_inductor.policy.worth import Worth
 NAME = "sparse_product"
 DECODER = "sparse_inductor::sparse_product"
 ENCODER = "sparse_inductor::sparse_gradient_linear"
-_PRODUCTS = frozenset("linear matmul mm addmm einsum tensordot inner".split())
 
 
 @dataclasses.dataclass
@@ -117,7 +117,7 @@ class SparseProduct(Recogniser):
     summary = (
         "act(x @ We.t()) that is kept, @ W + b -> sparse_product(f, W, b), and sparse gradients"
     )
-    anchors = _PRODUCTS
+    anchors = LAST_AXIS_PRODUCTS
     signs = ACTIVATES
 
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
@@ -162,7 +162,9 @@ def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Nod
 @once
 def _encoders(view: GraphView) -> set[fx.Node]:
     """Return the products from which the activations of any decoder are computed."""
-    decoders = (_decoder(view, n) for n in view.graph.nodes if view.name_of(n) in _PRODUCTS)
+    decoders = (
+        _decoder(view, n) for n in view.graph.nodes if view.name_of(n) in LAST_AXIS_PRODUCTS
+    )
     return {encoder for found in decoders if found is not None for encoder in found[1].encoders}
 
 

@@ -24,6 +24,7 @@ from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
 from .graph.modes import known
+from .graph.names import target_name
 from .graph.saved import copying_what_is_written
 from .graph.view import GraphView
 from .layouts import keep_apart, keep_layouts, layouts
@@ -407,7 +408,9 @@ def _record(candidate: _Candidate, view: GraphView) -> Rewrite:
         stage=STAGE,
         location=source.location,
         op=match.op,
-        replaced=tuple(view.name_of(n) or _target_name(n) for n in match.matched_nodes),
+        replaced=tuple(
+            view.name_of(n) or target_name(n.target) or str(n.target) for n in match.matched_nodes
+        ),
         inputs=tuple(_shape_and_dtype(n) for n in match.inputs if isinstance(n, fx.Node)),
         bytes_saved=saved if type(saved) is int else None,
         note=str(match.note),
@@ -432,11 +435,3 @@ def _shape_and_dtype(node: fx.Node) -> tuple[Shape, Any]:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return (), None
     return tuple(size if type(size) is int else str(size) for size in value.shape), value.dtype
-
-
-def _target_name(node: fx.Node) -> str:
-    return (
-        node.target
-        if isinstance(node.target, str)
-        else getattr(node.target, "__name__", str(node.target))
-    )

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from . import compat
-from .graph.effects import Effects, gives_memory, written
-from .graph.fakes import attribute, fake, tensors_in
+from .graph.effects import Effects, bodies, gives_memory, written
+from .graph.fakes import fake, tensors_in
 from .graph.memory import storages
 from .graph.names import is_operator
 from .match.entmax import leaves
@@ -42,7 +41,7 @@ def why_in_parts(graph: fx.Graph) -> Miss | None:
 
 def _hazard(graph: fx.Graph) -> str | None:
     """Describe what surrounds the entmax call if AOTAutograd or Inductor rejects or miscomputes it; else None."""
-    effects = Effects(graph, {node: at for at, node in enumerate(graph.nodes)})
+    effects = Effects(graph)
     for node in graph.nodes:
         if gives_memory(node):
             return "graph that gives a tensor other memory"
@@ -51,7 +50,7 @@ def _hazard(graph: fx.Graph) -> str | None:
         if written(node):
             # AOTAutograd's partitioner recomputes a checkpoint's body in the backward, writes included.
             return f"graph in which the body of {node.target} writes"
-        joins, end = any(_joins(body.graph) for body in _bodies(node)), graph.output_node()
+        joins, end = any(_joins(body.graph) for body in bodies(node)), graph.output_node()
         if joins and any(effects.changes(result, node, end) for result in node.users):
             # AOTAutograd inlines a checkpoint's body into its caller's graph, and saves its result.
             return f"body of {node.target} whose result is written to"
@@ -84,7 +83,7 @@ def _joined_at(graph: fx.Graph) -> fx.Node | None:
 
 def _has_operators(graph: fx.Graph) -> bool:
     return any(
-        is_operator(node) or any(_has_operators(body.graph) for body in _bodies(node))
+        is_operator(node) or any(_has_operators(body.graph) for body in bodies(node))
         for node in graph.nodes
     )
 
@@ -101,7 +100,7 @@ def _joining(graph: fx.Graph) -> fx.Node | None:
         own = compat.is_overload(node.target) and node.target.name() in _OPERATORS
         if leaf or own or _is_function(node):
             return node
-        inner = (_joining(body.graph) for body in _bodies(node))
+        inner = (_joining(body.graph) for body in bodies(node))
         if (found := next((n for n in inner if n is not None), None)) is not None:
             return found
     return None
@@ -111,20 +110,13 @@ def _is_function(node: fx.Node) -> bool:
     return compat.is_higher_order(node.target) and str(node.target) == "autograd_function_apply"
 
 
-def _bodies(node: fx.Node) -> Iterator[fx.GraphModule]:
-    if compat.is_higher_order(node.target):
-        for given in node.all_input_nodes:
-            if isinstance(body := attribute(given), fx.GraphModule):
-                yield body
-
-
 def _lets_one_go(node: fx.Node) -> bool:
     """Whether a body with a joining call has an input that requires a gradient and a floating-point result that does
     not."""
     given = any(t.requires_grad for n in node.all_input_nodes for t in tensors_in(fake(n)))
     return given and any(
         t.is_floating_point() and not t.requires_grad
-        for body in _bodies(node)
+        for body in bodies(node)
         if _joins(body.graph)
         for result in body.graph.find_nodes(op="output")
         for n in result.all_input_nodes

@@ -16,6 +16,7 @@ from torch import fx
 from . import compat
 from .graph.fakes import fake, memory_order
 from .graph.indices import listed
+from .graph.names import target_name
 from .graph.vocabulary import COPIES, VIEWS
 
 
@@ -93,13 +94,9 @@ def _seen_anew(graph: fx.Graph, node: fx.Node, axis: int) -> fx.Node:
 
 def _made_by(node: fx.Node) -> fx.Node:
     """Return the node whose result a node views or copies."""
-    while _name(node) in _SHOWS and node.args and isinstance(node.args[0], fx.Node):
+    while target_name(node.target) in _SHOWS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 _SHOWS = VIEWS | COPIES | frozenset("getattr reshape detach _get_data_attr to float".split())
@@ -108,7 +105,7 @@ _MOVES = frozenset(("t", "transpose", "permute", "swapaxes", "movedim", "T", "mT
 
 def _actual(node: fx.Node) -> Any:
     """Return the fake value of a node with its current strides; those recorded for a transposed result are outdated."""
-    name = _name(node)
+    name = target_name(node.target)
     if name == "getattr" and node.args[1] in _MOVES:
         return getattr(_actual(node.args[0]), node.args[1])
     moves = name in _MOVES and node.op in ("call_method", "call_function")

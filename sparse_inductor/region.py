@@ -25,7 +25,7 @@ from . import compat
 from .graph.effects import reached
 from .graph.fakes import fake
 from .graph.modes import DEVICES, Modes, modes_by_node, modes_now
-from .graph.names import canonical, name_of, trailing_inplace
+from .graph.names import canonical, name_of, target_name, trailing_inplace
 from .graph.values import ELEMENTWISE, REPEATS
 from .graph.vocabulary import COPIES, VIEWS
 
@@ -385,7 +385,7 @@ def may_write(node: fx.Node) -> bool:
         return node.op == "call_module"
     if known := compat.schemas(target):
         return any(_writes(argument, kwargs) for schema in known for argument in schema.arguments)
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = target_name(target)
     if kwargs.get("out") is not None or kwargs.get("inplace") not in (None, False):
         return True
     if name.endswith("_") and not name.endswith("__"):

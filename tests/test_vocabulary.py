@@ -348,7 +348,7 @@ def test_parts_that_are_apart_share_no_element():
         reader = graph.call_function(torch.clone, (nodes[1],))
         reader.meta["example_value"] = fake(nodes[1])
         graph.output((reader,))
-        effects = Effects(graph, {n: i for i, n in enumerate(graph.nodes)})
+        effects = Effects(graph)
         unseen = not effects.changes(nodes[1], nodes[1], reader)
         disjoint = not {*parts[0].flatten().tolist()} & {*parts[1].flatten().tolist()}
         assert disjoint or not unseen

@@ -308,3 +308,6 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Contraction | None]] = 
     "sum": _product_and_sum,
 }
 PRODUCTS = frozenset(_READERS) - {"sum"}
+# Those that can multiply the last axis by one matrix. Of the others, bmm and baddbmm have a matrix for each element of
+# the batch, a convolution sums over axis 1, vecdot has no matrix, and multi_dot has several.
+LAST_AXIS_PRODUCTS = frozenset("linear matmul mm addmm einsum tensordot inner".split())

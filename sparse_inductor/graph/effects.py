@@ -21,7 +21,14 @@ from torch import fx
 from .. import compat
 from .fakes import attribute, fake, tensors_in
 from .memory import UNKNOWN, apart, same_geometry, storages
-from .names import INPLACE_OPERATORS, TRAILING_INPLACE, is_plain, name_of, trailing_inplace
+from .names import (
+    INPLACE_OPERATORS,
+    TRAILING_INPLACE,
+    is_plain,
+    name_of,
+    target_name,
+    trailing_inplace,
+)
 from .vocabulary import COPIES
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -31,9 +38,9 @@ _REGRADES = frozenset(("detach_", "requires_grad_"))
 At = TypeVar("At")  # a node, or a tuple with one
 
 
-def _in_place(op: str, target: Any) -> bool:
+def _in_place(target: Any) -> bool:
     """Whether the name shows that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
-    name = target if op == "call_method" else getattr(target, "__name__", "")
+    name = target_name(target)
     if getattr(target, "__module__", "") == "_operator" or name.endswith("__"):
         return name.strip("_") == "setitem" or name.strip("_") in INPLACE_OPERATORS
     return name.endswith("_")
@@ -100,7 +107,7 @@ def _habit(op: str, target: Any) -> _Habit:
         for at, arg in enumerate(schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
-    first = not known and _in_place(op, target)
+    first = not known and _in_place(target)
     unsaid = own.partition(".")[0] in _UNSAID
     by_place = any(w.at is not None for w in by_schema) or name in TRAILING_INPLACE
     quiet = not (first or unsaid or by_place)
@@ -173,7 +180,7 @@ def made_of(node: fx.Node) -> Iterator[fx.Node]:
 
 def gives_memory(node: fx.Node) -> bool:
     """Whether a node is an assignment `tensor.data = other`."""
-    return getattr(node.target, "__name__", node.target) in ("set_", "shallow_copy_data_")
+    return target_name(node.target) in ("set_", "shallow_copy_data_")
 
 
 def _nodes(x: Any) -> Iterator[fx.Node]:
@@ -190,24 +197,26 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 def _by_bodies(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a higher-order operator may write: none if it has bodies and these write no input."""
-    bodies = _bodies(node)
-    if bodies and not any(map(_writes_inputs, bodies)):
+    inner = bodies(node)
+    if inner and not any(map(_writes_inputs, inner)):
         return []
     return _tensors(node)
 
 
-def _bodies(node: fx.Node) -> list[fx.GraphModule]:
-    return [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a higher-order operator calls; none for anything else."""
+    given = node.all_input_nodes if compat.is_higher_order(node.target) else ()
+    return [b for a in given if isinstance(b := attribute(a), fx.GraphModule)]
 
 
 def writes_past_autograd(node: fx.Node) -> bool:
     """Whether a body of a higher-order operator writes to its inputs without autograd's version counter."""
-    return any(_writes_inputs(body, uncounted=True) for body in _bodies(node))
+    return any(_writes_inputs(body, uncounted=True) for body in bodies(node))
 
 
 def _writes_inputs(body: fx.GraphModule, uncounted: bool = False) -> bool:
     """Whether a body writes to its inputs; with `uncounted`, whether autograd's version counter misses such a write."""
-    effects = Effects(body.graph, {n: i for i, n in enumerate(body.graph.nodes)})
+    effects = Effects(body.graph)
     given = {None, *body.graph.find_nodes(op="placeholder"), *body.graph.find_nodes(op="get_attr")}
     return any(
         not given.isdisjoint(effects.creators(t))
@@ -266,8 +275,9 @@ def _copy_of(node: fx.Node) -> fx.Node | None:
 class Effects:
     """The writes of a graph, by storage. Storages are looked up only if the graph has writes."""
 
-    def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
-        self._graph, self._order = graph, order
+    def __init__(self, graph: fx.Graph):
+        self._graph = graph
+        self._order = {n: i for i, n in enumerate(graph.nodes)}
         self.writers = {n: targets for n in graph.nodes if (targets := written(n))}
         self._known: dict[fx.Node, frozenset[int]] = {}
 

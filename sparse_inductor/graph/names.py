@@ -143,6 +143,11 @@ def _spelling(op: str, target: Any) -> _Spelling | None:
     return _Spelling(name, inplace or name == "setitem", op == "call_method")
 
 
+def target_name(target: Any) -> str:
+    """Return the name of the method or function that a node calls, not made canonical; empty if it has none."""
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
 def is_operator(node: fx.Node) -> bool:
     """Whether a node calls an operator of this package."""
     return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"

@@ -15,7 +15,7 @@ from torch import fx
 
 from .. import compat
 from .fakes import attribute, fake, same_size, static_size
-from .names import is_plain, stored
+from .names import is_plain, stored, target_name
 from .view import GraphView
 
 _MAX_NODES = 4000  # a bisection of 60 steps has about 600
@@ -85,7 +85,7 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
     if node.op == "placeholder":
         return False
     target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = target_name(target)
     if name.strip("_") in _RANDOM:
         call = view.call(node)
         return call.name == "dropout" and call.get("training", True) is False
@@ -220,7 +220,7 @@ def _arguments(node: fx.Node, sizes: _Sizes, exact: bool = False) -> tuple[tuple
     kwargs = {k: local(v) for k, v in node.kwargs.items()}
     if "device" in kwargs:
         kwargs["device"] = "cpu"
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = target_name(node.target)
     if name.rstrip("_") in _SIZED or name == "reshape":
         args = tuple(sizes.literal(a) if isinstance(a, (tuple, list)) else a for a in args)
         at = 0 if name in ("zeros", "ones", "empty") else 1

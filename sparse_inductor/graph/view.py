@@ -114,7 +114,7 @@ class GraphView:
     @functools.cached_property
     def effects(self) -> Effects:
         """The writes to memory in the graph."""
-        return Effects(self.graph, self.order)
+        return Effects(self.graph)
 
     # Values
 
