@@ -298,36 +298,15 @@ class GraphRun:
         self.graph.lint()
         rehearse(before.new_nodes(), self._env)
 
-    @contextlib.contextmanager
-    def _verified(self, candidate: _Accepted) -> Iterator[None]:
+    def _verified(self, candidate: _Accepted) -> contextlib.AbstractContextManager[None]:
         """Have a replacement checked when it first runs, if `verify` is set."""
         if self.verify is None:
-            yield
-            return
-        from .region import CannotCut, Watch
-        from .verify import session as verify
+            return contextlib.nullcontext()
+        from .verify.replacing import checked_at_first_run  # which defines an operator
 
-        record = candidate.record
-        check = Check(record.pattern, record.location, source=record.source)
-        if apart := getattr(candidate.match, "apart", ""):
-            self.checks.append(dataclasses.replace(check, verdict="unchecked", detail=apart))
-            yield
-            return
-        watch = None
-        try:
-            watch = Watch(self.graph, candidate.nodes)
-        except CannotCut as error:
-            self.checks.append(_unchecked(check, error))
-        yield
-        if watch is not None:
-            try:
-                watch.finish()
-            except CannotCut as error:
-                watch.cancel()
-                self.checks.append(_unchecked(check, error))
-            else:
-                top = getattr(candidate.match, "top", False)
-                verify.guard(watch, check, self.verify, top)
+        return checked_at_first_run(
+            self.graph, candidate.match, candidate.record, self.verify, self.checks
+        )
 
     @contextlib.contextmanager
     def _guarded(self, pattern: Pattern, node: fx.Node, quiet: bool = False) -> Iterator[None]:
@@ -424,10 +403,6 @@ def near_miss(pattern: str, miss: Miss, anchor: fx.Node | None = None) -> NearMi
         return NearMiss(pattern, STAGE, "?", miss.reason)
     source = source_of(miss.node, anchor)
     return NearMiss(pattern, STAGE, source.location, miss.reason, source.text)
-
-
-def _unchecked(check: Check, error: Exception) -> Check:
-    return dataclasses.replace(check, verdict="unchecked", detail=str(error))
 
 
 def _shape_and_dtype(node: fx.Node) -> tuple[Shape, Any]:

@@ -12,7 +12,7 @@ Cost: the first call runs all three programs, with the intermediate results that
 fusion barrier in Inductor and, in training, for a second forward of the subgraph in its backward. Such graphs are not
 cached.
 
-The written subgraph is derived from the user's program, not from the pattern's understanding of it (`region`). It
+The written subgraph is derived from the user's program, not from the pattern's understanding of it (`cut`). It
 includes all operations that may write to a result, inputs as they were when they were read, gradient modes, casts that
 round, and whether each result requires a gradient.
 """
@@ -33,7 +33,6 @@ from torch import Tensor
 from .. import compat
 from ..graph.fakes import fake
 from ..ops._dispatch import define
-from ..region import Subgraph, Watch
 from ..reporting.findings import Check
 from ..reporting.records import Report
 from .accuracy import (
@@ -46,6 +45,7 @@ from .accuracy import (
     gradients,
     to_double,
 )
+from .cut import Subgraph, Watch
 
 log = logging.getLogger("sparse_inductor")
 

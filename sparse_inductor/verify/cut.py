@@ -21,13 +21,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from . import compat
-from .graph.effects import reached
-from .graph.fakes import fake
-from .graph.modes import DEVICES, Modes, modes_by_node, modes_now
-from .graph.names import canonical, name_of, target_name, trailing_inplace
-from .graph.values import ELEMENTWISE, REPEATS
-from .graph.vocabulary import COPIES, VIEWS
+from .. import compat
+from ..graph.effects import reached
+from ..graph.fakes import fake
+from ..graph.modes import DEVICES, Modes, modes_by_node, modes_now
+from ..graph.names import canonical, name_of, target_name, trailing_inplace
+from ..graph.values import ELEMENTWISE, REPEATS
+from ..graph.vocabulary import COPIES, VIEWS
 
 _REACH = 20  # nodes between a tensor and the expansion of which it is made
 
