@@ -232,7 +232,13 @@ class BackwardWalk:
 
     def _beside(self) -> EpilogueChain:
         """Results that are stacked or concatenated."""
-        epilogues = [self.at(t, self.node) for t in listed(self.call["tensors"])]
+        try:
+            epilogues = [self.at(t, self.node) for t in listed(self.call["tensors"])]
+        except NoMatch as reason:
+            if self.view.call(reason.node):
+                raise
+            what = "an input of the graph, which no linear makes"
+            raise self.decline(f"{self.call.name} puts the values beside {what}") from None
         given = self.view, self.node, self.call, epilogues
         if (found := stacked(*given) or rejoined(*given)) is None:
             raise self.decline(

@@ -56,12 +56,12 @@ def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     axes = fresh(view.shape(x))
     n = len(axes)
     reduced = {d % n for d in (range(n) if dim is None else listed(dim))}
-    try:
-        w = contributions(view, x, axes, node)
-    except OfRows as rows:
-        raise _dense(rows, reduced == {n - 1}) from None
     ones = [()] if call.get("keepdim", False) else []
     out = [kept for a, axis in enumerate(axes) for kept in (ones if a in reduced else [axis])]
+    try:
+        w = contributions(view, x, axes, node, out=out)
+    except OfRows as rows:
+        raise _dense(rows, reduced == {n - 1}) from None
     return None if w is None else _padded(node, w, out)
 
 
@@ -104,10 +104,11 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         for x, own in zip(operands, axes)
         if all(not axis or axis in own for other in axes for axis in other)
     ]
-    among = contributions_among(view, within, node)
+    out_axes = [by_letter[letter] for letter in out]
+    among = contributions_among(view, within, node, out=out_axes)
     if among is None:
         return None
-    (mine, w), out_axes = among, [by_letter[letter] for letter in out]
+    mine, w = among
     for other, shape in zip(operands, axes):
         if shape is within[mine][1]:
             continue
@@ -127,8 +128,8 @@ def _padded(node: fx.Node, w: Contributions, out: Sequence[Axis]) -> Scores | No
         if len(w.gather.queries) > 1:
             return None
         raise NoMatch("it adds up over the queries", node)
-    if not docs or len(docs) == len(w.entries):
-        return None  # a single document is a dot product, a single entry a product
+    if len(docs) == len(w.entries):
+        return None  # a single entry is a product
     return Scores(node=node, w=w, axes=tuple(out), queries=w.queries, docs=docs)
 
 

@@ -220,13 +220,16 @@ class _Way(NamedTuple):
     steps: tuple[_Step, ...] = ()
 
     def preference(self, view: GraphView) -> tuple[bool, ...]:
-        """A sort key by which the gather of the query comes before that of the documents. The query is as large as the
-        products, is not gathered by rows, has a separate axis, needs a gradient, and is no parameter or buffer."""
+        """A sort key by which the gather of the query comes before that of the documents. The query is not gathered by
+        rows, has a separate axis, needs a gradient, and is no parameter or buffer."""
         source = self.gather.source
         kept = is_parameter(view, source) or "buffers" in source.name
         features, single = self.gather.features, not self.gather.queries
-        small = any(s.how and not view.same_shape(s.x, s.node) for s in self.steps)
-        return small, features, single, not view.requires_grad(source), kept
+        return features, single, not view.requires_grad(source), kept
+
+    def spread(self, view: GraphView) -> bool:
+        """Whether a factor has more axes than what it multiplies, which no operator takes."""
+        return any(s.how and not view.same_shape(s.x, s.node) for s in self.steps)
 
 
 def _ways(
@@ -272,14 +275,20 @@ def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
 
 
 def contributions(
-    view: GraphView, node: Any, axes: Sequence[Axis], reader: fx.Node, read: Read = gather_of
+    view: GraphView,
+    node: Any,
+    axes: Sequence[Axis],
+    reader: fx.Node,
+    read: Read = gather_of,
+    out: Sequence[Axis] | None = None,
 ) -> Contributions | None:
-    """`node` with the given axes, as `reader` sees it, as contributions; None if it has no gather at its root.
+    """`node` with the given axes, as `reader` sees it, as contributions; None if it has no gather at its root, or if
+    the axes `out` of a sum are those of the queries alone: a single document, whose score is a dot product.
 
     `read` returns the gather of a node, if it is one. Raises NoMatch if there is a gather, but the operations after it
     cannot be moved into the operator.
     """
-    found = contributions_among(view, [(node, axes)], reader, read)
+    found = contributions_among(view, [(node, axes)], reader, read, out)
     return None if found is None else found[1]
 
 
@@ -288,17 +297,21 @@ def contributions_among(
     operands: Sequence[tuple[Any, Sequence[Axis]]],
     reader: fx.Node,
     read: Read = gather_of,
+    out: Sequence[Axis] | None = None,
 ) -> tuple[int, Contributions] | None:
     """The index of the operand of a product that is contributions, and these; see `contributions`."""
     ways = [(i, way) for i, (x, _) in enumerate(operands) for way in _ways(view, x, reader, read)]
+    ways = [found for found in ways if not found[1].spread(view)] or ways
     for i, way in sorted(ways, key=lambda found: found[1].preference(view)):
-        w = _read(view, way, tuple(operands[i][1]))
+        w = _read(view, way, tuple(operands[i][1]), out)
         if w is not None:
             return i, w
     return None
 
 
-def _read(view: GraphView, way: _Way, axes: Axes) -> Contributions | None:
+def _read(
+    view: GraphView, way: _Way, axes: Axes, out: Sequence[Axis] | None
+) -> Contributions | None:
     """The contributions that the operations of a way, from the gather down, compute. axes: those at its lower end."""
     with_axes = []
     for step in way.steps:
@@ -313,7 +326,10 @@ def _read(view: GraphView, way: _Way, axes: Axes) -> Contributions | None:
             if way.gather.features or is_parameter(view, way.gather.source):
                 return None  # views of an embedding, say
             raise
-    w: Contributions | None = Contributions(way.gather, axes, (way.gather.node,))
+    gathered = Contributions(way.gather, axes, (way.gather.node,))
+    if out is not None and {a for o in out for a in flat(o)} == {*gathered.queries}:
+        return None
+    w: Contributions | None = gathered
     for step, axes in reversed(with_axes):
         follow = (
             _factor if step.how else _passed if step.call.name in _PASSED | VIEWS else _function

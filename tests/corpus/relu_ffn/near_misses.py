@@ -318,6 +318,13 @@ def learned_threshold_of_a_gate(x, m):
     return m.down(torch.where(h > torch.linspace(0, 0.2, N), h, 0.0) * m.up(x))
 
 
+@miss("cat puts the values beside an input of the graph", at="torch.cat(")
+def beside_the_input(x, m):
+    """DenseNet: a part of what the projection reads comes from no other one"""
+    h = torch.cat((x, F.relu(m.up(x))), -1)
+    return F.linear(h, torch.cat((m.down.weight, m.gate.weight[:K]), -1))
+
+
 @miss("cat after the linear", at="torch.cat(")
 def joined_parts_of_both(x, m):
     """the middle of a concatenation"""

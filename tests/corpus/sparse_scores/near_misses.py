@@ -240,6 +240,18 @@ def rows_of_each_query(c, q):
     return torch.zeros(B, N).scatter_add(1, rows, q[:, c.cols] * c.vals)
 
 
+@scoring("no_rewrite", "a dot product for every row of a dense matrix")
+def bm25_of_a_dense_matrix(c, q):
+    """the columns of the query's terms, weighted by idf and divided by a norm of every text"""
+    terms, idf, norm = c.cols[:4], c.post[:, 0], 1 + q.sum(-1, keepdim=True)
+    return (idf[terms] * q[:, terms] / (q[:, terms] + norm)).sum(1)
+
+
+@scoring("no_rewrite", "columns of one matrix, weighted alike", modes=TRAIN)
+def columns_with_learnt_weights(c, q):
+    return (q[:, c.cols[:4]] * q.mean(0)[:4]).sum(-1)
+
+
 @scoring("no_rewrite", "documents of its own", at="q[rows, c.ids[candidates]]")
 def candidates_by_rows_and_columns(c, q):
     """q[arange, ids[candidates]]"""
