@@ -25,7 +25,7 @@ from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
-from sparse_inductor.graph.vocabulary import REGROUPS
+from sparse_inductor.graph.vocabulary import COPIES, REGROUPS
 from sparse_inductor.match.feed_forward.entries import topk_of
 from sparse_inductor.match.scoring.gathers import Gather, rows_of, table_gradient
 from sparse_inductor.policy.break_even import look_up
@@ -41,6 +41,7 @@ class GatheredMatch:
 
     gather: the node that computes weight[indices], or the anchor itself if that is an embedding_bag. ones: the axes of
     size 1 that the values have in addition to those of the indices, and that the anchor has in addition to [..., D].
+    settled: the nodes from the weight to the rows, if they pass on no gradient to it.
     """
 
     anchor: fx.Node
@@ -51,6 +52,7 @@ class GatheredMatch:
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     ones: tuple[Sequence[int], Sequence[int]] = ((), ())
+    settled: tuple[fx.Node, ...] = ()
     pattern, op = NAME, OP
 
     @property
@@ -67,12 +69,14 @@ class GatheredMatch:
 
     def replace(self) -> None:
         e = Emitter(self.anchor)
-        y, values = fake(self.anchor), self.values
+        y, values, weight = fake(self.anchor), self.values, self.weight
+        if self.settled:
+            weight = e.method("detach", weight)
         for axis in reversed(self.ones[0]):
             values = e.method("squeeze", values, axis)
         found = e.call(
             own_operator("sparse_decode"),
-            e.cast(values, y.dtype), self.indices, e.cast(self.weight, y.dtype), None,
+            e.cast(values, y.dtype), self.indices, e.cast(weight, y.dtype), None,
         )  # fmt: skip
         for axis in self.ones[1]:
             found = e.method("unsqueeze", found, axis)
@@ -95,16 +99,22 @@ class GatheredDecode(Recogniser):
         if product is None or product.bias is not None or product.scale != 1:
             return None
         for rows, values in (product.operands, product.operands[::-1]):
-            gather = None if rows.written or values.written else _gathered(view, rows.node)
+            if rows.written or values.written:
+                continue
+            found, passed = view.behind(rows.node, COPIES | {"detach"})
+            gather = _gathered(view, found)
             top = None if gather is None else topk_of(view, gather.index, gather.node)
             if gather is not None and top is not None:
                 ones = _added_axes(view, product, rows, values)
                 if ones is None:
                     continue
-                if gather.gradient:
+                path, follows = (gather.node, found, *passed), view.requires_grad(rows.node)
+                settled = path if view.needs_grad(gather.source) and not follows else ()
+                if gather.gradient and follows:
                     raise NoMatch(gather.gradient, gather.node)
-                parts = (values.node, gather.index, gather.source, (rows.node, *product.nodes))
-                return _checked(view, GatheredMatch(node, gather.node, *parts, ones=ones), top)
+                parts = (values.node, gather.index, gather.source, (*path, *product.nodes))
+                match = GatheredMatch(node, gather.node, *parts, ones=ones, settled=settled)
+                return _checked(view, match, top)
         return None
 
     def _bag(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
@@ -152,7 +162,7 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
     if not same_size(view.shape(weight)[0], view.shape(chosen)[-1]):
         raise NoMatch("the weight has not one row for each column that topk chose from", gather)
     inside = {gather, *found.matched_nodes}
-    check_followed(view, inside, anchor)
+    check_followed(view, inside - {*found.settled}, anchor)
     if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
         raise NoMatch("the gathered rows, or their products, are read elsewhere, too", gather)
     saved = bytes_of(gather) if gather is not anchor and view.needs_grad(values) else 0

@@ -48,6 +48,28 @@ def letters(s, x):
     return torch.einsum("...kd,...k->...d", s.W_dec[indices], values)
 
 
+def of_rows(gathered):
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        return (gathered(s.W_dec, indices) * values.unsqueeze(-1)).sum(-2)
+
+    return program
+
+
+def under_no_grad(w, i):
+    with torch.no_grad():
+        return w[i]
+
+
+WITHOUT_GRADIENT = {
+    "detached": lambda w, i: w[i].detach(),
+    "data": lambda w, i: w[i].data,
+    "copied": lambda w, i: F.embedding(i, w, padding_idx=3).detach().clone(),
+    "reshaped": lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1).detach(),
+    "no_grad": under_no_grad,
+}
+
+
 @pytest.mark.parametrize(
     "program", [as_sparsify_does, over_positions, kept_axis, one_row_matrices, flattened, letters]
 )
@@ -56,6 +78,15 @@ def test_it_is_rewritten_and_keeps_its_numbers(program):
     with only("gathered_decode"):
         explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert {r.pattern for r in explanation.report.rewrites} == {"gathered_decode"}
+
+
+@pytest.mark.parametrize("gathered", WITHOUT_GRADIENT)
+def test_rows_that_pass_no_gradient_to_the_weight(gathered):
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    with only("gathered_decode"):
+        model = Autoencoder(of_rows(WITHOUT_GRADIENT[gathered]))
+        explanation = assert_matches_reference(model, (x,), grads=True)
+    assert_rewrites(explanation, expected={"gathered_decode": 1})
 
 
 def test_the_whole_step_of_such_an_autoencoder_is_rewritten():
@@ -77,21 +108,6 @@ def several_values_for_the_same_rows(s, x):
     return torch.stack((values, -values), -2) @ s.W_dec[indices]
 
 
-def rows_without_a_gradient(s, x):
-    values, indices = (x @ s.W_enc).topk(4)
-    with torch.no_grad():
-        rows = s.W_dec[indices]
-    return (rows * values.unsqueeze(-1)).sum(-2)
-
-
-def of_rows(gathered):
-    def program(s, x):
-        values, indices = (x @ s.W_enc).topk(4)
-        return (gathered(s.W_dec, indices) * values.unsqueeze(-1)).sum(-2)
-
-    return program
-
-
 def of_bags(**options):
     def program(s, x):
         values, indices = (x @ s.W_enc).flatten(0, 1).topk(4)
@@ -106,7 +122,6 @@ def of_bags(**options):
     [
         (written_after_it_is_gathered_from, "changed in place"),
         (several_values_for_the_same_rows, "the same rows are summed up with several values"),
-        (rows_without_a_gradient, "no gradient"),
         (of_rows(lambda w, i: F.embedding(i, w, padding_idx=3)), "padding_idx"),
         (of_rows(lambda w, i: F.embedding(i, w, scale_grad_by_freq=True)), "scale_grad_by_freq"),
         (of_rows(lambda w, i: w[:20][i % 20]), ""),  # the indices are not those of a topk

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
 from .modes import modes_of
+from .names import name_of
 from .view import GraphView
 
 _MADE_AGAIN = 8
@@ -125,7 +126,7 @@ class Emitter:
             mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
             with mode or contextlib.nullcontext(), torch.no_grad():
                 value = make()
-        needs_grad = node.target != "detach" and any(t.requires_grad for t in inputs)
+        needs_grad = name_of(node) != "detach" and any(t.requires_grad for t in inputs)
         if needs_grad and self._recorded:
             require_grad(value)
         node.meta["example_value"] = value

@@ -75,7 +75,7 @@ _ALIASES = {
     "__rsub__": "rsub", "__truediv__": "div", "__matmul__": "matmul", "__neg__": "neg",
     "__eq__": "eq", "__ne__": "ne", "__gt__": "gt", "__ge__": "ge", "__lt__": "lt", "__le__": "le",
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
-    "linalg_vector_norm": "vector_norm",
+    "linalg_vector_norm": "vector_norm", "_get_data_attr": "detach",
     "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
     "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
     "special_exp2": "exp2", "log_sigmoid": "logsigmoid",

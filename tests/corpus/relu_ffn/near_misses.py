@@ -124,6 +124,17 @@ def detached(x, m):
     return m.down(F.relu(m.up(x)).detach())
 
 
+@miss("changed in place through a view", modes=TRAIN, at=".data.mul_(")
+def written_through_data(x, m):
+    """the gradient of relu reads what is written; in inference it is a block with another step"""
+    h = F.relu(m.up(x))
+    h.data.mul_(2)
+    return m.down(h)
+
+
+block(modes=INFER)(written_through_data)
+
+
 @miss("grad mode changes", modes=TRAIN, at="y = m.down(h)")
 def down_without_gradients(x, m):
     """with torch.no_grad() around the down projection alone"""
