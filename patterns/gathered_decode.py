@@ -24,6 +24,7 @@ from sparse_inductor.graph.emit import Emitter, own_operator
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
+from sparse_inductor.graph.values import rounds
 from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.graph.vocabulary import COPIES, REGROUPS
 from sparse_inductor.match.feed_forward.entries import topk_of
@@ -33,6 +34,7 @@ from sparse_inductor.policy.worth import Worth
 
 NAME = "gathered_decode"
 OP = "sparse_inductor::sparse_decode"
+_PASSED = COPIES | {"cast", "detach"}
 
 
 @dataclasses.dataclass
@@ -101,14 +103,17 @@ class GatheredDecode(Recogniser):
         for rows, values in (product.operands, product.operands[::-1]):
             if rows.written or values.written:
                 continue
-            found, passed = view.behind(rows.node, COPIES | {"detach"})
-            gather = _gathered(view, found)
+            gather, path = _gathered(view, rows.node)
             top = None if gather is None else topk_of(view, gather.index, gather.node)
             if gather is not None and top is not None:
                 ones = _added_axes(view, product, rows, values)
                 if ones is None:
                     continue
-                path, follows = (gather.node, found, *passed), view.requires_grad(rows.node)
+                for n in path:
+                    dtypes = view.dtype(gather.node), view.dtype(node)
+                    if all(rounds(view.dtype(n), dtype) for dtype in dtypes):
+                        raise NoMatch(f"the gathered rows are rounded to {view.dtype(n)}", n)
+                follows = view.requires_grad(rows.node)
                 settled = path if view.needs_grad(gather.source) and not follows else ()
                 if gather.gradient and follows:
                     raise NoMatch(gather.gradient, gather.node)
@@ -170,20 +175,30 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
     return dataclasses.replace(found, matched_nodes=ordered, bytes_saved=saved)
 
 
-def _gathered(view: GraphView, node: fx.Node) -> Gather | None:
-    """Return the gather weight[indices] that a node computes; None for any other node.
+def _gathered(view: GraphView, rows: fx.Node) -> tuple[Gather | None, tuple[fx.Node, ...]]:
+    """Return the gather weight[indices] of the rows, and the nodes from it to them; None for other rows.
 
     The indices may be flattened before it, as index_select requires, and the result reshaped after it.
     """
-    call, found = view.call(node), rows_of(view, node)
-    if found is not None or call.name not in REGROUPS:
-        return found
-    found = rows_of(view, view.value(call["input"], node))
-    if found is None or (flattened := view.call(found.index)).name not in REGROUPS:
-        return None
-    indices, sizes = flattened["input"], view.shape(node)
-    apart = same_sizes(sizes, (*view.shape(indices), *view.shape(found.source)[1:]))
-    return dataclasses.replace(found, index=indices) if apart else None
+    node, passed = view.behind(rows, _PASSED)
+    found, regroups = rows_of(view, node), view.name_of(node) in REGROUPS
+    if found is None and regroups:
+        passed.append(node)
+        node, more = view.behind(view.value(view.call(node)["input"], node), _PASSED)
+        passed += more
+        found = rows_of(view, node)
+        if found is None or (flattened := view.call(found.index)).name not in REGROUPS:
+            return None, ()
+        indices = flattened["input"]
+        if not same_sizes(view.shape(rows), (*view.shape(indices), *view.shape(found.source)[1:])):
+            return None, ()
+        found = dataclasses.replace(found, index=indices)
+    if found is None:
+        return None, ()
+    for n in (node, *passed):
+        if not view.dtype(n).is_floating_point or fake(n).device != fake(rows).device:
+            return None, ()
+    return found, (node, *passed)
 
 
 def _added_axes(

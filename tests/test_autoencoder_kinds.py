@@ -11,7 +11,11 @@ import torch
 
 import autoencoders as kinds
 import sparse_inductor
-from sparse_inductor.testing import assert_rewrites, compile_without_codegen
+from sparse_inductor.testing import (
+    assert_matches_reference,
+    assert_rewrites,
+    compile_without_codegen,
+)
 from support import heavy
 
 PRODUCTS = {"sparse_product": 2}
@@ -81,6 +85,17 @@ def test_a_tied_dictionary_written_first():
             return torch.einsum("bn,nd->bd", codes, self.dictionary), codes
 
     assert_rewrites(Tied(), (torch.randn(6, 8),), {"sparse_product": 2})
+
+
+def test_tokens_flattened_between_the_products():
+    class Flattened(kinds.BatchTopK):
+        def forward(self, x):
+            pre = (x @ self.W_enc).flatten(0, 1)
+            return self.activation(pre) @ self.W_dec
+
+    x = torch.randn(4, 6, kinds.WIDTH, generator=torch.Generator().manual_seed(9))
+    explanation = assert_matches_reference(Flattened(), (x,), grads=True)
+    assert_rewrites(explanation, expected=PRODUCTS)
 
 
 @pytest.mark.heavy

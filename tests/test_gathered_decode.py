@@ -66,6 +66,8 @@ WITHOUT_GRADIENT = {
     "data": lambda w, i: w[i].data,
     "copied": lambda w, i: F.embedding(i, w, padding_idx=3).detach().clone(),
     "reshaped": lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1).detach(),
+    "reshaped_after_it": lambda w, i: w.index_select(0, i.flatten()).detach().view(*i.shape, -1),
+    "widened": lambda w, i: w.bfloat16()[i].detach().float(),
     "no_grad": under_no_grad,
 }
 
@@ -130,6 +132,7 @@ def of_bags(**options):
             "",
         ),  # rows are in another order
         (of_rows(lambda w, i: torch.cat((w, w))[i]), "one row for each column"),
+        (of_rows(lambda w, i: w[i].bfloat16().float()), "rounded to torch.bfloat16"),
         (of_bags(padding_idx=3), "padding_idx"),
         (of_bags(max_norm=1.0), "renormalise"),
     ],

@@ -235,7 +235,8 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
     """The input of `down`, if it is selected from many neurons, or rectifies many neurons and is also read elsewhere,
     by a loss or by the caller. Rectified activations without another reader are those of a feed-forward block, where
     they need not exist in memory."""
-    *rows, neurons = view.shape(down.source)
+    *sizes, neurons = view.shape(down.source)
+    rows = expected_elements(sizes)
     if expected(neurons) < _WIDE * expected(down.outputs):
         return None
     encoders: list[fx.Node] = []
@@ -253,7 +254,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
             nodes.add(node)
             names.add(view.name_of(node))
             stack += [view.value(n, node) for n in node.all_input_nodes]
-        elif readings and same_sizes(view.shape(node)[:-1], rows):
+        elif readings and expected_elements(view.shape(node)[:-1]) == rows:
             nodes.add(node)
             encoders.append(node)
     if not encoders or not names & ACTIVATES:
