@@ -27,7 +27,12 @@ from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.chains.family import split_block
-from sparse_inductor.match.entmax.attention import are_probabilities, read_attention, relu_attention
+from sparse_inductor.match.entmax.attention import (
+    are_probabilities,
+    normalises,
+    read_attention,
+    relu_attention,
+)
 from sparse_inductor.match.entmax.layout import Attention
 from sparse_inductor.match.entmax.leaves import show_entmax
 from sparse_inductor.match.entmax.transform import SIGNS
@@ -51,7 +56,7 @@ class EntmaxAttention(Recogniser):
         return show_entmax()
 
     def _match(self, node: fx.Node, view: GraphView) -> Attention | Miss | None:
-        if view.function_body:
+        if view.function_body or normalises(view, node):
             return None
         if node.op == "output":
             return split_block(

@@ -34,7 +34,7 @@ from .policy.decisions import Decisions
 from .rehearsal import rehearse
 from .reporting.findings import Check, NearMiss, Rewrite, Shape
 from .reporting.records import Report
-from .reporting.source import source_of
+from .reporting.source import of_the_entmax_package, source_of
 from .snapshot import Snapshot
 
 log = logging.getLogger("sparse_inductor")
@@ -146,11 +146,15 @@ class GraphRun:
         # Drop a miss at a node that another pattern rewrites, or would rewrite if that were faster.
         pending = [c for c, yes in zip(found, now) if not yes]
         matched_nodes = {node for c in (*self._done, *pending) for node in c.nodes}
-        self.near_misses += [
-            near_miss(name, miss, anchor)
-            for name, miss, anchor in misses
-            if anchor not in matched_nodes
-        ]
+        # Of patterns that decline the same node for the same reason, keep the one with the last anchor, as `_disjoint`
+        # keeps the larger match.
+        declined: dict[tuple[fx.Node | None, str], str] = {}
+        for name, miss, anchor in misses:
+            at = miss.node or anchor
+            if anchor in matched_nodes or of_the_entmax_package(at):
+                continue
+            if declined.setdefault((at, miss.reason), name) == name:
+                self.near_misses.append(near_miss(name, miss, anchor))
 
     def erase(self) -> None:
         """Erase the replaced nodes that are dead now. Nothing may fail after this, because it cannot be undone."""

@@ -63,18 +63,29 @@ def test_inside_a_transform_the_packages_own_function_is_traced(transform, rows)
         assert got is expected
 
 
-def test_what_is_declined_in_the_packages_own_code_has_its_line():
-    """Without a rewrite, Dynamo breaks a training graph at the call and compiles the package's code separately."""
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("alpha", (0.7, 1.5))
+def test_what_is_declined_is_told_once_at_the_users_line(training, alpha):
+    """Without a rewrite, Dynamo traces the package's code in place of the call; in training it breaks the graph there
+    and compiles that code separately."""
 
-    def program(x):
-        return entmax.entmax_bisect(x, alpha=0.7, n_iter=20)
+    def program(q, k, v):
+        return entmax.entmax_bisect(q @ k.mT, alpha=alpha, n_iter=5) @ v
 
-    with only("entmax") as report:
-        compile_without_codegen(program)(torch.randn(3, 7, requires_grad=True)).sum().backward()
-        misses = report.near_misses
-    assert {miss.reason for miss in misses} == {"alpha=0.7 is no sparse transformation"}
-    files = {miss.location.partition(":")[0] for miss in misses}
-    assert files == {"test_entmax_dynamo.py", "root_finding.py"}
+    given = [torch.randn(2, 3, 7, requires_grad=training) for _ in "qkv"]
+    with only("entmax", "entmax_attention") as report:
+        compile_without_codegen(program)(*given)
+        (miss,) = report.near_misses
+    assert miss.location.startswith("test_entmax_dynamo.py:") and "n_iter=5" in miss.source
+
+
+def test_the_packages_code_under_a_call_that_stays_as_written_is_no_near_miss():
+    with sparse_inductor.enabled(policy="auto"):
+        report = sparse_inductor.report()
+        report.clear()
+        rows = compile_without_codegen(lambda x: entmax.sparsemax(x, -1).exp())
+        rows(torch.randn(3, 7, requires_grad=True)).sum().backward()
+        assert report.graphs > 2 and report.pending and not report.near_misses
 
 
 @pytest.mark.parametrize("steps", (20, 50))

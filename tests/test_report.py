@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sparse_inductor.patterns.entmax import sorted_sparsemax
 
 import sparse_inductor
 from processes import python, threads
@@ -42,6 +43,17 @@ def test_a_block_whose_activations_vanish_is_no_attention():
     up, down = torch.randn(8, 4), torch.randn(4, 8)
     found = sparse_inductor.explain(lambda x: torch.relu(x @ up.T) * 1e-25 @ down.T, X[None])
     assert not any("entmax" in miss.pattern for miss in found.report.near_misses)
+
+
+def test_the_sum_that_normalises_masked_probabilities_is_no_attention():
+    def attend(q, k, v, mask):
+        p = sorted_sparsemax(q @ k.mT) * mask
+        return (p / (p.sum(-1, keepdim=True) + 1e-9)) @ v
+
+    with sparse_inductor.enabled(only="entmax_attention"):
+        found = sparse_inductor.explain(attend, *torch.randn(3, 2, 4, 8), torch.ones(4))
+    (miss,) = found.report.near_misses
+    assert miss.reason.startswith("mul changes the probabilities")
 
 
 def test_a_rewrite_says_what_where_and_of_what():

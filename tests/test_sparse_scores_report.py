@@ -37,6 +37,12 @@ def test_nothing_is_said_where_nobody_asked():
         assert not report.near_misses
 
 
+def test_representations_that_are_made_sparse_are_not_scored():
+    with only("sparse_scores") as report:
+        compile_without_codegen(lambda x: (torch.relu(x) * 2).to_sparse())(torch.randn(4, 2))
+        assert not report.near_misses
+
+
 def test_a_break_in_a_function_called_sparse_is_not_torch_sparse():
     def sparsemax_or_not(q):
         return q * 2 if torch.any(q > 3) else q

@@ -6,6 +6,8 @@ import dataclasses
 import linecache
 import os
 import re
+import sys
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -48,9 +50,27 @@ def source_of(*nodes: fx.Node | None) -> Source:
     return Source(f"node {name}")
 
 
+def of_the_entmax_package(node: fx.Node | None) -> bool:
+    """Whether a node is an operation inside the entmax package. Dynamo traces such operations if the call, which a
+    pattern has judged at the user's line, stays as written."""
+    at = getattr(sys.modules.get("entmax"), "__file__", None)
+    trace = None if node is None else node.meta.get("stack_trace")
+    found = next(_frames(trace), None) if trace and at else None
+    return found is not None and os.path.dirname(found.path) == os.path.dirname(at or "")
+
+
 def _innermost(trace: str) -> Source | None:
-    lines = trace.splitlines()
     passing_on: Source | None = None
+    for found in _frames(trace):
+        if not found.path.endswith(_PASSING_ON):
+            return found
+        passing_on = passing_on or found  # the only frame if such code is compiled by itself
+    return passing_on
+
+
+def _frames(trace: str) -> Iterator[Source]:
+    """Yield the frames outside torch, the innermost first."""
+    lines = trace.splitlines()
     for at in reversed(range(len(lines))):
         frame = _FRAME.match(lines[at])
         if frame is None:
@@ -59,11 +79,7 @@ def _innermost(trace: str) -> Source | None:
         if path.startswith((_TORCH, "<eval_with_key>", "<frozen")):
             continue
         following = lines[at + 1].strip() if at + 1 < len(lines) else ""
-        found = source_at(path, number, "" if _FRAME.match(following) else following)
-        if not path.endswith(_PASSING_ON):
-            return found
-        passing_on = passing_on or found  # the only frame if such code is compiled by itself
-    return passing_on
+        yield source_at(path, number, "" if _FRAME.match(following) else following)
 
 
 def source_at(path: str, line: int, text: str = "") -> Source:

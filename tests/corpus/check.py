@@ -70,6 +70,8 @@ def _check_reason(case: Case, explanation: Explanation) -> None:
         case.why in m.reason and case.at in m.source and (":" in m.location or not case.at)
         for m in found
     )
+    lines = [(m.location, m.reason) for m in found]
+    assert len(lines) == len(set(lines)), f"the same reason twice: {lines}"
     said = "; ".join(f"{m.reason} [{m.source}]" for m in found) or "nothing"
     assert told, f"wanted {case.why!r} at {case.at!r}, was told {said}"
 

@@ -26,7 +26,7 @@ from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
 from ..chains.family import rectified_product
-from .form import form
+from .form import form, own_sum
 from .layout import WIDTH, Attention
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import Probabilities, read_probabilities
@@ -101,6 +101,14 @@ def are_probabilities(view: GraphView, node: fx.Node) -> bool:
     """Whether a tensor is an entmax of scores that are a product of two batched tensors."""
     found = if_matched(transform, view, node)
     return found is not None and "batched matmul" in producers(view, found.source)
+
+
+def normalises(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node sums what it then divides, as of probabilities after a mask: it weighs no values."""
+    summed = view.call(node).get("input") if view.name_of(node) == "sum" else None
+    readers = summed.users if isinstance(summed, fx.Node) else ()
+    quotients = (own_sum(view, n, view.call(n)) for n in readers)
+    return any(found is not None and node in found[1] for found in quotients)
 
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:

@@ -29,7 +29,7 @@ from ...graph.scalars import RECTIFIERS
 from ...graph.trial import Region, region
 from ...graph.values import matched_nodes, rounds
 from ...graph.view import GraphView, Unknown, fake, same_size
-from ...graph.vocabulary import COPIES, SPREADS
+from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
 from ...pattern import Sparse
 from ..chains.terms import widened
 from .form import ENDS, Candidate, Form, form, unshifted
@@ -46,7 +46,7 @@ _OTHERS = {
     "budget_bisect": "the probabilities sum to a budget, not to one",
 }
 NOT_ENTMAX = frozenset(_OTHERS)
-_SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
+_SEARCHES = COMPARISONS | frozenset("sort topk cumsum where kthvalue".split())
 # Without a sum of the scores, no threshold makes the rows sum to one: the k-th largest score gives a top-k.
 _SUMS = frozenset("sum cumsum mean matmul einsum".split())
 _CALLS = LEAVES | NOT_ENTMAX | {"entmax_op", "autograd_function_apply"}
@@ -293,7 +293,8 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     if not closed:
         return None
     names = {view.name_of(n) for n in closed[0][1].nodes}
-    searched = found.clamp is not node or bool(names & _SEARCHES and names & _SUMS)
+    normalised = view.name_of(node) in ("div", "normalize")
+    searched = normalised or bool(names & _SEARCHES and names & _SUMS)
     try:
         chosen, alpha, piece, scale = _scaled_right(node, found, closed)
         _check_rounding(view, piece, view.dtype(chosen.source))
@@ -307,7 +308,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     except NoMatch:
         if searched:
             raise
-        return None  # relu(x - mean) and the like are no near misses
+        return None  # relu(x - mean), its square and the like are no near misses
     note = "written out; checked numerically: rows sum to 1"
     if trial.learned:
         note += ", gradient"

@@ -399,6 +399,30 @@ def threshold_not_looked_for(x):
     return p / p.sum(-1, keepdim=True)
 
 
+@rows("multiplied by 1", at="torch.relu(x - low).square()")
+def bisection_by_arithmetic(x):
+    """no where, and no division by the sum"""
+    low = x.amax(-1, keepdim=True) - 1
+    for i in range(20):
+        p = torch.relu(x - low).square()
+        low = low + 0.5 ** (i + 1) * (p.sum(-1, keepdim=True) >= 1)
+    return torch.relu(x - low).square()
+
+
+@attention("not entmax's for all rows", at="torch.relu(scores - scores.mean(")
+def scaled_scores_above_their_mean_squared(q, k, v, mask):
+    """The obstacle is the threshold, not the factor"""
+    scores = q @ k.mT * SCALE
+    return torch.relu(scores - scores.mean(-1, keepdim=True)).square() @ v
+
+
+@rows("no near miss")
+def above_the_mean_squared(x):
+    """relu(0.3 x - mean) ** 2 is no threshold that is looked for"""
+    x = x * 0.3
+    return torch.relu(x - x.mean(-1, keepdim=True)).square()
+
+
 @attention(
     "where changes the probabilities",
     inputs=lambda: (*qkv(), some_rows_without_keys()),
@@ -553,6 +577,11 @@ def weighted_and_normalised_again(q, k, v, mask):
     """p * head_mask / sum"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * torch.linspace(0.5, 1.0, H).view(1, H, 1, 1)
     return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@attention("differs from entmax by", at="n_iter=5) @ v")
+def attention_of_few_steps(q, k, v, mask):
+    return entmax.entmax_bisect(q @ k.mT * SCALE, 1.5, n_iter=5) @ v
 
 
 @rows("mul is written in place and lives on", modes=INFER, at="z -=")
