@@ -12,7 +12,15 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
+from .fakes import (
+    evaluated,
+    fake,
+    memory_order,
+    require_grad,
+    same_size,
+    static_size,
+    tensors_in,
+)
 from .modes import modes_of
 from .names import name_of
 from .view import GraphView
@@ -71,6 +79,17 @@ class Emitter:
         """Return a size of t: a constant if it is known, else a node that reads it."""
         size = fake(t).shape[dim]
         return size if isinstance(size, int) else self.method("size", t, dim)
+
+    def given_size(self, size: Any) -> fx.Node | None:
+        """Return a node that reads a symbolic size from an input of the graph, or None if no input has it."""
+        for node in self._graph.find_nodes(op="placeholder"):
+            value = fake(node)
+            if isinstance(value, torch.SymInt) and same_size(value, size):
+                return node
+            for dim, one in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if same_size(one, size):
+                    return self.method("size", node, dim)
+        return None
 
     def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
         """Insert t.permute(dims), or return t itself if they are in order."""

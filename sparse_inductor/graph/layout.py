@@ -74,7 +74,8 @@ def _sizes(e: Emitter, atoms: Sequence[Atom], sized: Sequence[Placed]) -> tuple[
 
 
 def size_of(e: Emitter, atom: Atom, sized: Sequence[Placed]) -> Any:
-    """Return the size of an atom, or a node that reads it from a tensor that has the atom as an axis.
+    """Return the size of an atom, or a node that reads it from a tensor that has the atom as an axis, or from an input
+    of the graph that has this size.
 
     Raises NoMatch if the size is not known and there is no such tensor.
     """
@@ -85,6 +86,8 @@ def size_of(e: Emitter, atom: Atom, sized: Sequence[Placed]) -> Any:
         for i, axis in enumerate(t.axes):
             if flat(axis) == (atom,):
                 return e.method("size", t.tensor, i)
+    if (given := e.given_size(atom.size)) is not None:
+        return given
     raise NoMatch(f"an operand is broadcast over a size that is not known, {atom.size}")
 
 

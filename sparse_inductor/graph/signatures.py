@@ -17,7 +17,7 @@ _UNARY = (
     "floor ceil round trunc zero isinf isfinite lift_fresh max_all min_all zeros_like ones_like"
 ).split()
 _BINARY = (
-    "mul div pow maximum minimum fmax fmin gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder "
+    "mul div pow maximum minimum logaddexp fmax fmin gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder "
     "dot copy view_as expand_as"
 ).split()
 _TEXTS: dict[str, str] = {

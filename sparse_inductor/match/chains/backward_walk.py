@@ -381,9 +381,15 @@ class BackwardWalk:
         return self.up(self.call["input"]).then(Element(self.node, (step,)))
 
     def _bound(self) -> EpilogueChain:
+        """A maximum or minimum with a constant, or the smooth maximum logaddexp with 0."""
+
         def terms(at: int, other: Any) -> tuple:
             if not isinstance(other, float):
                 raise self.decline(f"{self.call.name} with a tensor that is not a constant")
+            if self.call.name == "logaddexp":
+                if other != 0:
+                    raise self.decline("logaddexp with another constant than 0")
+                return (Step("softplus", (1.0, 40.0)),)  # exp(-40) is below the rounding of fp64
             return (Step(self.call.name, (other,)),)
 
         return self._arithmetic(self.call["input"], self.call["other"], terms)
@@ -444,7 +450,7 @@ def _broadcasting(
 
 
 _HANDLERS: dict[str, str] = {
-    **dict.fromkeys(("maximum", "minimum"), "_bound"),
+    **dict.fromkeys(("maximum", "minimum", "logaddexp"), "_bound"),
     **dict.fromkeys(SELECTIONS, "_selected"),
     **dict.fromkeys(("add", "sub", "rsub"), "_sum"),
     **dict.fromkeys(("cat", "stack"), "_beside"),

@@ -49,6 +49,16 @@ each(
 )
 
 
+@attention(dynamic=True)
+def any_size_mask_of_merged_heads(q, k, v, mask):
+    """The mask splits the axis of batch and heads; no operand has the number of heads as an axis of its own"""
+    b, h, n = q.shape[:3]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    keep = mask[:, None].expand(b, h, n).reshape(b * h, 1, -1)
+    scores = (q @ k.mT * SCALE).masked_fill(keep == 0, -1e9)
+    return (entmax.sparsemax(scores, -1) @ v).view(b, h, n, -1)
+
+
 @attention()
 def both_scaled(q, k, v, mask):
     """q and k each divided by d**(1/4), as Megatron and SD do"""

@@ -176,6 +176,7 @@ each(
     relu6_and_sqrt=lambda z: F.relu6(z).sqrt(),
     # no exact zeros, but no dead terms
     softplus_head=lambda z: torch.log1p(F.softplus(z)),
+    softplus_by_logaddexp=lambda z: torch.log1p(torch.logaddexp(torch.zeros(()), z)),
     multiplied_by_its_sign=lambda z: torch.log1p(z * (z > 0)),
 )
 
