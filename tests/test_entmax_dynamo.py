@@ -79,6 +79,19 @@ def test_what_is_declined_is_told_once_at_the_users_line(training, alpha):
     assert miss.location.startswith("test_entmax_dynamo.py:") and "n_iter=5" in miss.source
 
 
+def test_the_rewrites_of_a_graph_that_dynamo_discards_are_not_counted():
+    """Dynamo first tries a symbolic float, and restarts with a constant after the passes have run."""
+
+    def program(x, y, factor):
+        return entmax.sparsemax(torch.addmm(x, y, y.t(), alpha=factor), -1) @ y
+
+    with only("entmax", "entmax_attention") as report:
+        compile_without_codegen(program, dynamic=True)(torch.randn(7, 7), torch.randn(7, 5), 0.3)
+        (miss,) = report.near_misses
+        assert report.graphs == 2 and "alpha that is not a constant" in miss.reason
+        assert [r.pattern for r in report.rewrites] == ["entmax_attention"]
+
+
 def test_the_packages_code_under_a_call_that_stays_as_written_is_no_near_miss():
     with sparse_inductor.enabled(policy="auto"):
         report = sparse_inductor.report()

@@ -13,6 +13,7 @@ from .dynamo import (
     add_buffer,
     add_guard,
     anything_compiled,
+    attempt,
     current_code,
     current_compile,
     current_frame,

@@ -31,6 +31,11 @@ def current_compile() -> object | None:
     return CompileContext.try_get()
 
 
+def attempt(compile: object | None) -> int:
+    """Return how often Dynamo has restarted a compile."""
+    return getattr(compile, "attempt", 0)
+
+
 def current_frame() -> int | None:
     """Return a number for the Python frame under compilation, the same each time it is compiled; None outside Dynamo,
     and if its guards have to be serialised."""

@@ -80,6 +80,7 @@ class Report:
         self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
         self._seen: set[NearMiss] = set()
+        self._attempt = 0  # how often the current compile has been restarted
         self._pattern_ms: Counter[str] = Counter()
         self.pass_ms = 0.0
         self.graphs = 0
@@ -179,7 +180,8 @@ class Report:
         pattern_ms: Mapping[str, float],
         compile: object | None = None,
     ) -> None:
-        """Record one graph of a compile (any object); each near miss is recorded once per compile."""
+        """Record one graph of a compile (any object); each near miss is recorded once per compile. If Dynamo has
+        restarted the compile, its earlier records are removed, except near misses: Dynamo has discarded those graphs."""
         with self._lock:
             self._add_near_misses(near_misses, compile)
             self._rewrites.extend(rewrites)
@@ -194,19 +196,28 @@ class Report:
         blocks of the patterns in `keep` that run as written."""
         with self._lock:
             self._add_near_misses(near_misses, compile)
-            rewrites, pending, live, checks, self.graphs = self._start
-            del self._rewrites[rewrites:], self._checks[checks:]
-            self._pending[pending:] = [p for p in self._pending[pending:] if p.pattern in keep]
-            for source in [*self._live][live:]:
-                del self._live[source]
+            kept = [p for p in self._pending[self._start[1] :] if p.pattern in keep]
+            self._drop()
+            self._pending += kept
+            self._start = self._sizes()
 
     def _add_near_misses(self, near_misses: Iterable[NearMiss], compile: object | None) -> None:
         new = self.unseen(near_misses, compile)
         if not self._is_current(compile):
             self._compile = None if compile is None else weakref.ref(compile)
             self._seen, self._start = set(), self._sizes()
+        elif compat.attempt(compile) != self._attempt:
+            self._drop()
+        self._attempt = compat.attempt(compile)
         self._seen.update(new)
         self._near_misses.extend(new)
+
+    def _drop(self) -> None:
+        """Remove the current compile's records, except near misses."""
+        rewrites, pending, live, checks, self.graphs = self._start
+        del self._rewrites[rewrites:], self._pending[pending:], self._checks[checks:]
+        for source in [*self._live][live:]:
+            del self._live[source]
 
     def __bool__(self) -> bool:
         self.settle()

@@ -182,6 +182,10 @@ class _Step:
             return _HANDLERS[name](self)
         if name == "einsum" and len(call.get("operands", ())) > 2:
             raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
+        if name in ("addmm", "baddbmm"):
+            raise self.decline(
+                f"{name} makes the scores with a beta or alpha that is not a constant"
+            )
         if name in PRODUCTS:
             raise self.decline("the scores are a product with a single vector")
         if name == "getitem":  # one of several results
