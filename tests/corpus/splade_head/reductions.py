@@ -176,9 +176,13 @@ each(
     relu6_and_sqrt=lambda z: F.relu6(z).sqrt(),
     # no exact zeros, but no dead terms
     softplus_head=lambda z: torch.log1p(F.softplus(z)),
-    softplus_by_logaddexp=lambda z: torch.log1p(torch.logaddexp(torch.zeros(()), z)),
     multiplied_by_its_sign=lambda z: torch.log1p(z * (z > 0)),
 )
+
+
+@activated()
+def softplus_by_logaddexp(logits):
+    return torch.log1p(torch.logaddexp(torch.zeros(()), logits))
 
 
 @encoder("maybe", "one logits tensor reduced in slices of the sequence")
