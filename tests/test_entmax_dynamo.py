@@ -88,7 +88,7 @@ def test_the_rewrites_of_a_graph_that_dynamo_discards_are_not_counted():
     with only("entmax", "entmax_attention") as report:
         compile_without_codegen(program, dynamic=True)(torch.randn(7, 7), torch.randn(7, 5), 0.3)
         (miss,) = report.near_misses
-        assert report.graphs == 2 and "alpha that is not a constant" in miss.reason
+        assert report.graphs == 1 and "alpha that is not a constant" in miss.reason
         assert [r.pattern for r in report.rewrites] == ["entmax_attention"]
 
 
@@ -98,7 +98,7 @@ def test_the_packages_code_under_a_call_that_stays_as_written_is_no_near_miss():
         report.clear()
         rows = compile_without_codegen(lambda x: entmax.sparsemax(x, -1).exp())
         rows(torch.randn(3, 7, requires_grad=True)).sum().backward()
-        assert report.graphs > 2 and report.pending and not report.near_misses
+        assert report.graphs > 1 and report.pending and not report.near_misses
 
 
 @pytest.mark.parametrize("steps", (20, 50))

@@ -181,7 +181,7 @@ class Report:
         compile: object | None = None,
     ) -> None:
         """Record one graph of a compile (any object); each near miss is recorded once per compile. If Dynamo has
-        restarted the compile, its earlier records are removed, except near misses: Dynamo has discarded those graphs."""
+        restarted the compile, its earlier records are removed, except near misses: those graphs are discarded."""
         with self._lock:
             self._add_near_misses(near_misses, compile)
             self._rewrites.extend(rewrites)
