@@ -62,9 +62,24 @@ class Sparse:
 class Match(Protocol):
     """A subgraph that was recognised and proved replaceable. Nothing has been changed yet.
 
-    A match may have these attributes: `sparse`, a sequence of `Sparse`; `top`, true if its results are those of a topk,
-    for which `verify` accepts any choice among equal values; and `apart`, the reason why `verify` cannot compare its
-    nodes with the operator, for example because their gradients belong to different tensors.
+    Optional attributes that the checks read (`sparse_inductor.graph.checks`):
+
+    - `reads`: tensors that the operator reads further up than the replaced nodes do, each with the node that reads it
+      in the program. Required for such an operator: a write in between would be missed otherwise.
+    - `at`: the node before which the operator is inserted, instead of the anchor.
+    - `ends`: further replaced nodes whose results the operator provides.
+    - `open`: replaced nodes that may be read elsewhere, for `without_outside_readers`.
+    - `kept`: replaced nodes whose write stays.
+    - `settled`: replaced nodes whose gradient, taken together as one function, is known to equal that of the operator,
+      so that each of them is not checked.
+
+    Optional attributes for the policy, `explain` and `verify`:
+
+    - `sparse`: a sequence of `Sparse`.
+    - `popular`: the number of popular elements to use, if the pattern's `Worth` has `apart`.
+    - `top`: true if the results are those of a topk, for which `verify` accepts any choice among equal values.
+    - `apart`: the reason why `verify` cannot compare the nodes with the operator, for example because their gradients
+      belong to different tensors.
     """
 
     pattern: str

@@ -62,12 +62,7 @@ def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node) -> N
 
 def check_match(view: GraphView, match: Match) -> None:
     """Raises NoMatch where the operator of a match would see other values than the program, omit a write, or pass on
-    another gradient.
-
-    A match may have further attributes. reads: tensors that its operator reads further up than the replaced nodes do,
-    each with the node that reads it in the program. at: the node before which its operator is inserted, instead of the
-    anchor. ends: further nodes that are replaced. kept: nodes whose write stays. settled: nodes whose gradient, taken
-    together as one function, is known to equal that of the operator, so that each of them is not checked.
+    another gradient. For the optional attributes of a match see `Match`.
     """
     inside = set(match.matched_nodes)
     if len({view.in_inference_mode(n) for n in inside if n.op.startswith("call")}) > 1:
