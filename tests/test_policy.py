@@ -543,7 +543,7 @@ def test_a_look_reads_some_calls_of_all_since_the_last():
     one = profile.Profile(
         [profile.Site("relu_ffn", "", "", "neurons", 4, 0.5)], torch.device("cpu")
     )
-    one.begins()
+    one.begins(one.version)
     counted = [call for call in range(1, 2049) if one.accepts((None,)) and counting.call.due]
     for since, look in itertools.pairwise((0, *profile.LOOKS, 1024, 2048)):
         calls = [call for call in counted if since <= call < look]

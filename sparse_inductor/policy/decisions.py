@@ -16,7 +16,7 @@ from ..pattern import Match, Pattern, Sparse
 from ..reporting.findings import Pending
 from ..reporting.source import Source, source_of
 from ..snapshot import Snapshot
-from .profile import Kept, Profile, Site, profile_of, watch
+from .profile import Kept, Profile, Site, Version, profile_of, watch
 from .worth import Worth
 
 log = logging.getLogger("sparse_inductor")
@@ -42,6 +42,7 @@ class Decisions:
         self.watched: list[tuple[Site, Sparse]] = []
         self.pending: list[Pending] = []
         self._kept: Kept | None = None
+        self._version: Version = ()
 
     @property
     def as_written(self) -> frozenset[str]:
@@ -82,7 +83,9 @@ class Decisions:
             device = next(tensors_in(fake(candidates[sites[0][0]].match.anchor))).device
             self._kept = profile_of([site for _, site, _ in sites], _inputs(view.graph), device)
             profile = self._kept.profile
-            for (at, _, sparse), site, version in zip(sites, profile.sites, profile.version):
+            # Read once: a guard of another thread may change it while this thread compiles.
+            self._version = profile.version
+            for (at, _, sparse), site, version in zip(sites, profile.sites, self._version):
                 now[at] = version is not None
                 if version is None:
                     self.watched.append((site, sparse))
@@ -110,7 +113,7 @@ class Decisions:
             return
         before = Snapshot(graph)
         try:
-            watch(graph, self._kept, self.watched)
+            watch(graph, self._kept, self._version, self.watched)
             graph.lint()
         except Exception as error:
             before.restore()

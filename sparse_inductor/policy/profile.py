@@ -153,20 +153,20 @@ class Profile:
         self._lock = threading.Lock()
         self._plan()
 
-    def begins(self) -> None:
-        """Record the call for which code of the current version is compiled."""
+    def begins(self, version: Version) -> None:
+        """Record the call for which code of this version is compiled."""
         with self._lock:
-            self._compiled.add(self.version)
-            self._stay(compat.checkpoint_under_way())
+            self._compiled.add(version)
+            self._stay(compat.checkpoint_under_way(), version)
             counting.call.due = self.calls % self._every == 0
 
-    def has_others(self) -> bool:
-        """Whether all code compiled so far has other versions, so that the current one is an additional cache entry."""
-        return bool(self._compiled) and self.version not in self._compiled
+    def has_others(self, version: Version) -> bool:
+        """Whether all code compiled so far has other versions, so that this one is an additional cache entry."""
+        return bool(self._compiled) and version not in self._compiled
 
-    def _stay(self, checkpoint: Any) -> None:
+    def _stay(self, checkpoint: Any, version: Version) -> None:
         if checkpoint is not None:
-            self._within[checkpoint] = self.version
+            self._within[checkpoint] = version
 
     def accepts(self, version: Version) -> bool:
         """Whether code of this version is to run now; called by its guard.
@@ -184,7 +184,7 @@ class Profile:
                 self.version = self._wanted
             if version != self.version:
                 return False
-            self._stay(checkpoint)
+            self._stay(checkpoint, version)
             self.calls += 1
             due = self.calls == self._next
             if due:
@@ -267,13 +267,14 @@ def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) ->
     return found
 
 
-def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -> None:
-    """Add counters for these sites to the graph, and a guard that asks the profile before the code runs.
+def watch(
+    graph: fx.Graph, kept: Kept, version: Version, watched: Sequence[tuple[Site, Sparse]]
+) -> None:
+    """Add counters for these sites to the graph of a version, and a guard that asks the profile before the code runs.
 
     Must be called while Dynamo compiles the graph's frame.
     """
     profile = kept.profile
-    version = profile.version
     compiled = False
 
     def holds() -> bool:
@@ -282,11 +283,13 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
         compiled = compiled or compat.current_compile() is None
         if compiled:
             return kept.profile.accepts(version)
-        kept.profile.begins()
+        profile.begins(version)
         return True
 
     counting.install()
-    compat.add_guard(holds, f"sparse_inductor: version {version}", counts=not profile.has_others())
+    compat.add_guard(
+        holds, f"sparse_inductor: version {version}", counts=not profile.has_others(version)
+    )
     if not watched:
         return
     kept_as = (__name__, "counters", kept.name)
