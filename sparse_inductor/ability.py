@@ -13,6 +13,8 @@ from importlib import metadata
 
 import torch
 
+from .facts import NAMESPACE, facts_of
+
 LEAST_TRITON = (3, 6)  # the Triton of the oldest supported torch
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
 
@@ -40,29 +42,14 @@ def unsupported_reason(device: torch.device) -> str:
     return ""
 
 
-# The modules that operators import their kernels from.
-_KERNELS = {
-    "entmax": ("entmax.rows",),
-    "entmax_attention": ("entmax_attention.attention",),
-    "relu_ffn": ("relu_ffn.forward", "relu_ffn.backward"),
-    "sparse_decode": ("sparse_rows.sums",),
-    "sparse_gradient_linear": ("sparse_rows.products",),
-    "sparse_product": ("sparse_rows.products",),
-    "sparse_scores": ("sparse_scores.best", "sparse_scores.documents"),
-    "splade_head": ("splade_head.forward", "splade_head.backward"),
-    "topk_encode": ("sparse_rows.topk", "sparse_rows.sums"),
-}
-
-
 def unimportable(op: str, device: torch.device) -> str:
     """Return why an operator's kernels cannot be imported, "" if they can be, or if none are needed.
 
     The import takes up to 0.3 s, so call this only for operators that are inserted into a graph.
     """
-    namespace, _, name = op.partition("::")
-    if device.type != "cuda" or namespace != __package__:
+    if device.type != "cuda" or not op.startswith(f"{NAMESPACE}::"):
         return ""
-    return _import_problem(("common.replay", *_KERNELS.get(name, ())))
+    return _import_problem(("common.replay", *facts_of(op).kernels))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from torch import fx
 
 from . import compat
 from .ability import unimportable, unsupported_reason
+from .facts import facts_of
 from .graph.checks import check_match
 from .graph.fakes import fake, tensors_in
 from .graph.memory import storages
@@ -21,13 +22,6 @@ log = logging.getLogger("sparse_inductor")
 _told: set[str] = set()  # warnings that have been logged
 
 
-# Operators that save integer tensors, whereas the operations as written save floating-point tensors.
-_SAVE_INTEGERS = tuple(
-    f"sparse_inductor::{name}"
-    for name in ("splade_head", "relu_ffn", "sparse_product", "entmax_attention")
-)
-
-
 def unrewritable(match: Match, view: GraphView, hooked: bool) -> Miss | None:
     """Return why a match cannot be rewritten in its graph; None if it can.
 
@@ -38,14 +32,11 @@ def unrewritable(match: Match, view: GraphView, hooked: bool) -> Miss | None:
         reason = f"this runs inside {transform}, which the operator does not take part in"
         return Miss(reason, match.anchor)
     needs_grad = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
-    if (
-        match.op == "sparse_inductor::entmax_attention"
-        and needs_grad
-        and compat.setting("cpp_wrapper")
-    ):
+    facts = facts_of(match.op)
+    if facts.returns_list and needs_grad and compat.setting("cpp_wrapper"):
         reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"
         return Miss(reason, match.anchor)
-    if hooked and needs_grad and match.op in _SAVE_INTEGERS:
+    if facts.saves_integers and needs_grad and hooked:
         reason = "the program has saved-tensor hooks, and the operator saves integers"
         return Miss(reason, match.anchor)
     if view.differentiates_twice:

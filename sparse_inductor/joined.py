@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from . import compat
+from .facts import facts_of
 from .graph.effects import Effects, bodies, gives_memory, written
 from .graph.fakes import fake, tensors_in
 from .graph.memory import storages
@@ -24,9 +25,6 @@ from .match.entmax import leaves
 from .notices import described
 from .pattern import Miss
 from .rehearsal import differentiating_fakes, run_backward
-
-PATTERNS = ("entmax", "entmax_attention")
-_OPERATORS = tuple(f"sparse_inductor::{name}" for name in PATTERNS)
 
 log = logging.getLogger("sparse_inductor")
 
@@ -97,7 +95,7 @@ def _joining(graph: fx.Graph) -> fx.Node | None:
     so this node may already be an operator."""
     for node in graph.nodes:
         leaf = getattr(node.target, "__module__", None) == leaves.__name__
-        own = compat.is_overload(node.target) and node.target.name() in _OPERATORS
+        own = is_operator(node) and facts_of(node.target.name()).joins
         if leaf or own or _is_function(node):
             return node
         inner = (_joining(body.graph) for body in bodies(node))

@@ -22,7 +22,8 @@ from typing import Any
 from torch import fx
 
 from . import compat
-from .joined import PATTERNS, joined_in_vain, why_in_parts
+from .facts import JOINING
+from .joined import joined_in_vain, why_in_parts
 from .notices import warn
 from .pattern import Pattern
 from .policy.worth import Policy
@@ -213,7 +214,7 @@ class _RewriteSlot(_OurPass):
             compat.end_graph_where_dynamo_would(miss.reason)
         session.run(graph, fail_at_end_of_graph=session is self._session)
         if joined_in_vain(graph):
-            session.begin_anew(keep=PATTERNS)
+            session.begin_anew(keep=JOINING)
             compat.end_graph_where_dynamo_would("an entmax call is not rewritten")
 
 

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import sparse_inductor
-from sparse_inductor import ability, doctor, layers
+from sparse_inductor import ability, doctor, facts, layers
 from sparse_inductor.aten import sparse_scores as scoring
 from sparse_inductor.layers import KernelWarning, Layer, Operator
 from sparse_inductor.ops import _dispatch, _merge
@@ -609,9 +609,9 @@ def test_kernels_that_cannot_be_imported_are_named(monkeypatch):
     operators.add(
         "sparse_inductor::sparse_gradient_linear"
     )  # the second operator of sparse_product
-    assert {op.partition("::")[2] for op in operators} == {*ability._KERNELS}
+    assert {op.partition("::")[2] for op in operators} == {*facts.OPERATORS}
     assert not any(ability.unimportable(op, cuda) for op in operators)
-    monkeypatch.setitem(ability._KERNELS, "entmax", ("no_such_kernel",))
+    monkeypatch.setitem(facts.OPERATORS, "entmax", facts.Facts(("no_such_kernel",)))
     assert ability.unimportable("sparse_inductor::entmax", cpu) == ""
     assert ability.unimportable("other::entmax", cuda) == ""
     found = ability.unimportable("sparse_inductor::entmax", cuda)

@@ -17,14 +17,13 @@ import torch
 from torch import fx
 
 from .. import compat
+from ..facts import facts_of
 from .contraction import contraction
 from .emit import Emitter
 from .fakes import fake, memory_order, require_grad, tensors_in
 from .memory import storages
 from .names import is_operator
 from .view import GraphView
-
-SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
 
 @contextlib.contextmanager
@@ -48,7 +47,7 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
             else:
                 continue
             op.replace_input_with(node, copy)
-    if any(compat.schema(op.target).name in SAVE_THEIR_RESULT for op in ops) and written.result:
+    if written.result and any(facts_of(compat.schema(op.target).name).saves_result for op in ops):
         for node in new:
             readers = [u for u in node.users if u not in new]
             if readers and isinstance(fake(node), torch.Tensor):
