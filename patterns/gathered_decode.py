@@ -109,11 +109,14 @@ class GatheredDecode(Recogniser):
                 ones = _added_axes(view, product, rows, values)
                 if ones is None:
                     continue
+                dtype = view.dtype(gather.node)
+                # The operator would cast the whole weight, at each call.
                 for n in path:
-                    dtypes = view.dtype(gather.node), view.dtype(node)
-                    if all(rounds(view.dtype(n), dtype) for dtype in dtypes):
-                        raise NoMatch(f"the gathered rows are rounded to {view.dtype(n)}", n)
+                    if view.dtype(n) != dtype:
+                        raise NoMatch(f"the gathered rows are cast to {view.dtype(n)}", n)
                 follows = view.requires_grad(rows.node)
+                if follows and rounds(view.dtype(node), dtype):
+                    raise NoMatch(f"the gradients of the rows are added up in {dtype}", node)
                 settled = path if view.needs_grad(gather.source) and not follows else ()
                 if gather.gradient and follows:
                     raise NoMatch(gather.gradient, gather.node)

@@ -15,7 +15,7 @@ from torch import fx
 
 from . import compat
 from .graph.fakes import fake, tensors_in
-from .graph.names import is_operator
+from .graph.names import is_operator, name_of
 
 
 def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
@@ -32,7 +32,9 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
 
     try:
         for node in inserted:
-            learning[node] = node.target != "detach" and any(map(needs_grad, node.all_input_nodes))
+            learning[node] = name_of(node) != "detach" and any(
+                map(needs_grad, node.all_input_nodes)
+            )
             if not is_operator(node) or not torch.is_grad_enabled() or not learning[node]:
                 continue  # its forward ran when the node was created
             arguments = (node.args, node.kwargs)

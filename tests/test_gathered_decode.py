@@ -67,7 +67,6 @@ WITHOUT_GRADIENT = {
     "copied": lambda w, i: F.embedding(i, w, padding_idx=3).detach().clone(),
     "reshaped": lambda w, i: w.index_select(0, i.flatten()).view(*i.shape, -1).detach(),
     "reshaped_after_it": lambda w, i: w.index_select(0, i.flatten()).detach().view(*i.shape, -1),
-    "cast": lambda w, i: w.double()[i].detach().to(w.dtype),
     "no_grad": under_no_grad,
 }
 
@@ -110,6 +109,12 @@ def several_values_for_the_same_rows(s, x):
     return torch.stack((values, -values), -2) @ s.W_dec[indices]
 
 
+def under_autocast(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.einsum("...k,...kd->...d", values, s.W_dec[indices])
+
+
 def of_bags(**options):
     def program(s, x):
         values, indices = (x @ s.W_enc).flatten(0, 1).topk(4)
@@ -139,9 +144,11 @@ narrows = pytest.mark.skipif(
         (of_rows(lambda w, i: torch.cat((w, w))[i]), "one row for each column"),
         pytest.param(
             of_rows(lambda w, i: w[i].bfloat16().float()),
-            "rounded to torch.bfloat16",
+            "cast to torch.bfloat16",
             marks=narrows,
         ),
+        (of_rows(lambda w, i: w[i].double()), "cast to torch.float64"),
+        (under_autocast, "gradients of the rows are added up in torch.float32"),
         (of_bags(padding_idx=3), "padding_idx"),
         (of_bags(max_norm=1.0), "renormalise"),
     ],

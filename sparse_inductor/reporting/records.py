@@ -62,9 +62,9 @@ class Report:
     """All records since the last `clear()`; safe to read while other threads compile."""
 
     pass_ms: float
-    """Milliseconds spent in the pass, over all graphs."""
+    """Milliseconds spent in the pass, over all graphs, also those that Dynamo has discarded."""
     graphs: int
-    """The number of graphs that the pass has processed."""
+    """The number of graphs that the pass has processed, without those that Dynamo has discarded."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

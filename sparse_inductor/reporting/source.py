@@ -53,10 +53,10 @@ def source_of(*nodes: fx.Node | None) -> Source:
 def of_the_entmax_package(node: fx.Node | None) -> bool:
     """Whether a node is an operation inside the entmax package. Dynamo traces such operations if the call, which a
     pattern has judged at the user's line, stays as written."""
-    at = getattr(sys.modules.get("entmax"), "__file__", None)
+    folders = getattr(sys.modules.get("entmax"), "__path__", ())
     trace = None if node is None else node.meta.get("stack_trace")
-    found = next(_frames(trace), None) if trace and at else None
-    return found is not None and os.path.dirname(found.path) == os.path.dirname(at or "")
+    found = next(_frames(trace), None) if trace and folders else None
+    return found is not None and os.path.dirname(found.path) in folders
 
 
 def _innermost(trace: str) -> Source | None:
