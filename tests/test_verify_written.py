@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 import sparse_inductor
 from sparse_inductor import admission, pattern
-from sparse_inductor.verify.cut import may_write
+from sparse_inductor.verify.writes import may_write
 from support import compile_without_codegen
 from writers import WRITERS, writer
 

@@ -5,8 +5,7 @@ and the old nodes that they replace.
 
 The operations as written are not only those that the pattern matched: operations between them that may write to one of
 their results are included. Each operation reads its inputs as they were when it ran (copies are made if an input may be
-written to before the operator runs), and runs under its original autocast and gradient modes. This module determines by
-itself which nodes may write, because its purpose is to find mistakes of the matcher.
+written to before the operator runs), and runs under its original autocast and gradient modes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from .. import compat
 from ..graph.effects import reached
 from ..graph.fakes import fake
 from ..graph.modes import DEVICES, Modes, modes_by_node, modes_now
-from ..graph.names import canonical, name_of, target_name, trailing_inplace
+from ..graph.names import canonical, name_of
 from ..graph.values import ELEMENTWISE, REPEATS
 from ..graph.vocabulary import COPIES, VIEWS
+from .writes import may_write, with_writers
 
 _REACH = 20  # nodes between a tensor and the expansion of which it is made
 
@@ -154,7 +154,7 @@ class Watch:
         ]
         self._modes = _modes_by_node(graph)
         self.copies: dict[fx.Node, fx.Node] = {}
-        nodes = _with_writers(graph, inside)
+        nodes = with_writers(graph, inside)
         self._own = set(nodes)
         instead = self._as_they_were(nodes)
         self._present |= set(self.copies)
@@ -168,7 +168,7 @@ class Watch:
         the input), else the result of the last write (`_results`).
         """
         instead = self._results(nodes)
-        order = {n: at for at, n in enumerate(self._graph.nodes)}
+        order = self._order
         last = order[nodes[-1]]
         writers = [n for n in self._graph.nodes if may_write(n) and n not in self._own]
         for node in nodes:
@@ -190,7 +190,7 @@ class Watch:
 
         The node reads its result, so that gradients flow as in the program.
         """
-        order = {n: at for at, n in enumerate(self._graph.nodes)}
+        order = self._order
         writers: dict[fx.Node, list[fx.Node]] = {}
         for w in self._graph.nodes:
             returned = w.args[0] if w.args else None
@@ -251,6 +251,11 @@ class Watch:
             part.places = [order[n] for n in part.inputs[::-1]]
 
     @property
+    def _order(self) -> dict[fx.Node, int]:
+        """The present position of each node."""
+        return {n: at for at, n in enumerate(self._graph.nodes)}
+
+    @property
     def _last(self) -> fx.Node:
         """The last of the inserted nodes, after which the operator stands."""
         present = {*self.new, *self.replaced.values()}
@@ -261,7 +266,7 @@ class Watch:
         reads a value computed from inputs of the other, such as repeated key heads, it computes that value itself. So
         it does with an expanded tensor, of whose gradient only the sum over the new axis matters, and with a value that
         is computed after the place of the operator."""
-        order, last = {n: at for at, n in enumerate(self._graph.nodes)}, self._last
+        order, last = self._order, self._last
         own = lambda n: order[n] > order[last] or _is_repeated(n)
         for part in (self.written, self.rewritten):
             while (node := next(filter(own, part.inputs), None)) is not None:
@@ -373,77 +378,6 @@ def _check_alike(old: fx.Node, now: fx.Node) -> None:
         raise ValueError(
             f"the replacement of {old} has shape {list(new.shape)}, it was {list(was.shape)}"
         )
-
-
-# --- Who may write ----------------------------------------------------------------------------------
-
-
-def may_write(node: fx.Node) -> bool:
-    """Whether a node may write to memory of its inputs; unknown functions may."""
-    target, kwargs = node.target, node.kwargs
-    if node.op not in ("call_function", "call_method"):
-        return node.op == "call_module"
-    if known := compat.schemas(target):
-        return any(_writes(argument, kwargs) for schema in known for argument in schema.arguments)
-    name = target_name(target)
-    if kwargs.get("out") is not None or kwargs.get("inplace") not in (None, False):
-        return True
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    if node.op == "call_method":
-        return name in ("__setitem__", "numpy", "data_ptr", "untyped_storage")
-    module = getattr(target, "__module__", "") or ""
-    if module == "_operator":
-        return name in ("setitem", "delitem") or (name[:1] == "i" and name[1:] in _IN_PLACE)
-    foreign = module.split(".")[0] not in ("torch", "math", "builtins", "entmax")
-    if foreign or module.startswith(("torch.ops", "torch.utils", *compat.INTERNAL_MODULES)):
-        return True
-    if compat.is_higher_order(target):
-        return True
-    if name in ("batch_norm", "instance_norm"):
-        return True
-    if name in ("embedding", "embedding_bag"):
-        return kwargs.get("max_norm") is not None or any(a is not None for a in node.args[3:4])
-    at = trailing_inplace(name, node.args)
-    return at is not None and node.args[at] is True
-
-
-def _targets(writer: fx.Node) -> Sequence[fx.Node]:
-    """Return the inputs that a node which may write may write to: the first, for a method such as add_, else all."""
-    in_place = writer.op == "call_method" and str(writer.target).endswith("_")
-    return writer.all_input_nodes[: 1 if in_place else None]
-
-
-def _writes(argument: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator writes to the value of an argument; not to an `out` argument that is not passed."""
-    written = argument.alias_info is not None and argument.alias_info.is_write
-    return written and (not argument.kwarg_only or kwargs.get(argument.name) is not None)
-
-
-_IN_PLACE = frozenset(
-    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()
-)
-
-
-def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the matched nodes, and the nodes between them that depend on them, up to the last that may write to one of
-    them or of the matched nodes."""
-    own, first_own = set(matched), frozenset(matched)
-    followers: list[fx.Node] = []
-    last_writer = 0
-    begun, left = False, len(matched)
-    for node in graph.nodes:
-        begun |= node in first_own
-        left -= node in first_own
-        if not left:
-            break
-        if begun and node not in own and not own.isdisjoint(node.all_input_nodes):
-            own.add(node)
-            followers.append(node)
-            if may_write(node) and not own.isdisjoint(_targets(node)):
-                last_writer = len(followers)
-    taken = {*matched, *followers[:last_writer]}
-    return [n for n in graph.nodes if n in taken]
 
 
 # --- Modes ----------------------------------------------------------------------------------------
