@@ -13,7 +13,7 @@ from importlib import metadata
 
 import torch
 
-from .facts import NAMESPACE, facts_of
+from .facts import facts_of
 
 LEAST_TRITON = (3, 6)  # the Triton of the oldest supported torch
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
@@ -47,9 +47,8 @@ def unimportable(op: str, device: torch.device) -> str:
 
     The import takes up to 0.3 s, so call this only for operators that are inserted into a graph.
     """
-    if device.type != "cuda" or not op.startswith(f"{NAMESPACE}::"):
-        return ""
-    return _import_problem(("common.replay", *facts_of(op).kernels))
+    kernels = facts_of(op).kernels if device.type == "cuda" else ()
+    return _import_problem(("common.replay", *kernels)) if kernels else ""
 
 
 @functools.cache

@@ -233,10 +233,8 @@ def _unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
         bound = inspect.signature(target).bind_partial(*args, **kwargs)
         bound.apply_defaults()
         given: Mapping[str, Any] = bound.arguments
-    except (
-        TypeError,
-        ValueError,
-    ):  # a builtin has the parameters of ATen's schema, without defaults
+    except (TypeError, ValueError):
+        # A builtin has the parameters of ATen's schema, without defaults.
         parameters = [a.name for schema in _schemas(name)[:1] for a in schema.arguments]
         given = {**dict(zip(parameters, args)), **kwargs}
     return [given.get(n) for n in names] if given.get(when) not in (False, None) else []
@@ -273,11 +271,11 @@ def _copy_of(node: fx.Node) -> fx.Node | None:
 
 
 class Effects:
-    """The writes of a graph, by storage. Storages are looked up only if the graph has writes."""
+    """The order of a graph's nodes and the writes, by storage. Storages are looked up only if the graph has writes."""
 
     def __init__(self, graph: fx.Graph):
         self._graph = graph
-        self._order = {n: i for i, n in enumerate(graph.nodes)}
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.writers = {n: targets for n in graph.nodes if (targets := written(n))}
         self._known: dict[fx.Node, frozenset[int]] = {}
 
@@ -316,9 +314,9 @@ class Effects:
         found = [
             (writer, target)
             for writer, target in events
-            if after < self._order[writer] < before and not apart(target, node)
+            if after < self.order[writer] < before and not apart(target, node)
         ]
-        return sorted(found, key=lambda e: self._order[e[0]])
+        return sorted(found, key=lambda e: self.order[e[0]])
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """Return the node whose result `reader` sees when it reads `node`: the last write of all of it, or itself.
@@ -328,7 +326,7 @@ class Effects:
         """
         if not self.writers:
             return node
-        events = self._between(node, self._order[node], self._order[reader])
+        events = self._between(node, self.order[node], self.order[reader])
         if events and isinstance(fake(reader), torch.Tensor) and self._of(reader) == self._of(node):
             events = [(writer, target) for writer, target in events if not apart(target, reader)]
         if not events:
@@ -340,13 +338,13 @@ class Effects:
 
     def last_write(self, node: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return the last write that `reader` may see when it reads `node`: the writer, and the tensor passed to it."""
-        return self._between(node, self._order[node], self._order[reader])[-1]
+        return self._between(node, self.order[node], self.order[reader])[-1]
 
     def changes(
         self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
     ) -> list[tuple[fx.Node, fx.Node]]:
         """Return the writers to the memory of `node` between two points, each with the tensor passed to it."""
-        events = self._between(node, self._order[since], self._order[until])
+        events = self._between(node, self.order[since], self.order[until])
         return [(writer, target) for writer, target in events if writer not in but]
 
     def sharing(self, node: fx.Node) -> list[fx.Node] | None:
@@ -379,7 +377,7 @@ class Effects:
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
         """Return a writer to the memory of `node` after `since` whose write autograd does not record or count; None if
         there is none."""
-        for writer, target in self._between(node, self._order[since], len(self._order)):
+        for writer, target in self._between(node, self.order[since], len(self.order)):
             if not _follows(target, node) or (writer, target) in self.uncounted:
                 return writer
         return None
@@ -408,7 +406,7 @@ class Effects:
         later = {
             key: writer
             for writer, key in self._given_written
-            if self._order[writer] > self._order[since]
+            if self.order[writer] > self.order[since]
         }
         for one in made_of(node) if later else ():
             if one.op in _GIVEN:

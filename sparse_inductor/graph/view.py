@@ -60,7 +60,6 @@ class GraphView:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self.order = {n: i for i, n in enumerate(graph.nodes)}
         self._names = {n: name_of(n) for n in graph.nodes}
         self._calls: dict[fx.Node, Call] = {}
         self._shapes: dict[fx.Node, tuple[Any, ...]] = {}
@@ -115,6 +114,11 @@ class GraphView:
     def effects(self) -> Effects:
         """The writes to memory in the graph."""
         return Effects(self.graph)
+
+    @functools.cached_property
+    def order(self) -> dict[fx.Node, int]:
+        """The position of each node."""
+        return self.effects.order
 
     # Values
 
