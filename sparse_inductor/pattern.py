@@ -12,7 +12,6 @@ pattern object) or from `sparse_inductor.register(pattern)`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import pkgutil
@@ -203,16 +202,6 @@ def registered() -> dict[str, Pattern]:
                 _origin.clear()
                 raise
         return dict(_patterns)
-
-
-def unknown_pattern(argument: str, name: object, known: Iterable[str]) -> ValueError:
-    """Return the error for an argument that names an unknown pattern."""
-    names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else ";"
-    return ValueError(
-        f"{argument}: there is no pattern {name!r}{hint} known patterns: {', '.join(names) or 'none'}"
-    )
 
 
 def _discover() -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
 from . import compat
+from .choices import Names, Policy, pattern_names, policies
 from .fingerprint import fingerprint, package_hash
 from .graph_run import near_miss
-from .pattern import Miss, Pattern, registered, unknown_pattern
-from .policy.worth import Policy, policies
-from .reporting.findings import count_text
+from .notices import count_text
+from .pattern import Miss, Pattern, registered
 from .reporting.records import report
 from .rewrite import Outcome, RewritePass
 
 DEFAULT_POLICY = "auto"
 SKIP_VARIABLE = "SPARSE_INDUCTOR_SKIP"
-
-Names = str | Iterable[str] | None
 
 
 class StrictError(RuntimeError):
@@ -52,8 +50,8 @@ class Session:
         """Return the session for these arguments of `enable`. Raises the errors of `enable`."""
         known = registered()
         package_hash()  # as soon as possible after the import of the sources
-        named = _names(only, "only", known)
-        skipped = _names(skip, "skip", known) | _names(
+        named = pattern_names(only, "only", known)
+        skipped = pattern_names(skip, "skip", known) | pattern_names(
             os.environ.get(SKIP_VARIABLE), SKIP_VARIABLE, known
         )
         wanted = set(known) if only is None else named
@@ -143,18 +141,3 @@ class Session:
         if self.verify:
             return None
         return fingerprint(self.patterns.values())
-
-
-def _names(value: Names, argument: str, known: dict[str, Pattern]) -> frozenset[str]:
-    if value is None:
-        return frozenset()
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{argument} takes pattern names, got {value!r}")
-    listed = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value)
-    for name in listed:
-        if not isinstance(name, str):
-            raise TypeError(f"{argument} takes pattern names, got {name!r}")
-    names = frozenset(n for n in listed if n)
-    for name in sorted(names - known.keys()):
-        raise unknown_pattern(argument, name, known)
-    return names

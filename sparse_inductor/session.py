@@ -22,12 +22,12 @@ from typing import Any
 from torch import fx
 
 from . import compat
+from .choices import Names, Policy
 from .facts import JOINING
 from .joined import joined_in_vain, why_in_parts
 from .notices import warn
 from .pattern import Pattern
-from .policy.worth import Policy
-from .selection import Names, Session, StrictError
+from .selection import Session, StrictError
 from .slots import CustomGraphPass, Slot, passes_of, slot_value
 
 __all__ = ["StrictError", "disable", "enable", "enabled", "options"]

@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import sparse_inductor
 from corpus.entmax.hand_written import sort_sparsemax
 from sparse_inductor import compat
+from sparse_inductor.choices import policies
 from sparse_inductor.pattern import registered
 from sparse_inductor.policy import break_even, counting, decisions, popular, profile
 from sparse_inductor.policy.popular import Apart
-from sparse_inductor.policy.worth import Worth, policies
+from sparse_inductor.policy.worth import Worth
 from sparse_inductor.testing import compile_without_codegen
 
 NAMES = ["relu_ffn", "splade_head"]

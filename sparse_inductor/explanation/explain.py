@@ -15,13 +15,14 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from .. import compat, session
+from ..choices import Policy
 from ..graph_run import Applied
+from ..notices import bytes_text
 from ..pattern import Sparse
 from ..policy.counting import counts
 from ..policy.profile import Site
-from ..policy.worth import Policy
 from ..private_copy import private_copy
-from ..reporting.findings import Density, NearMiss, Pending, bytes_text
+from ..reporting.findings import Density, NearMiss, Pending
 from ..reporting.graphs import GraphNode, describe
 from ..reporting.records import AS_WRITTEN, NEARLY, Report, found_of
 from ..reporting.source import source_at

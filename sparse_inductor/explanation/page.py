@@ -13,7 +13,8 @@ import torch
 
 from .. import __version__
 from ..graph_run import Applied
-from ..reporting.findings import NearMiss, Rewrite, bytes_text, tensor_text
+from ..notices import bytes_text
+from ..reporting.findings import NearMiss, Rewrite, tensor_text
 from ..reporting.graphs import GraphNode
 from ..reporting.records import found_of
 from ..reporting.source import Source

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..notices import bytes_text, count_text
 from ..policy import unrest
 from ..policy.break_even import look_up
-from ..reporting.findings import bytes_text, count_text
 from ..threads import in_a_forked_child
 from ._checked_index import CheckedIndex, Documents, Found, Search
 

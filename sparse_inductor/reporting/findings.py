@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..notices import bytes_text
+
 Shape = tuple[int | str, ...]
 """A size that is symbolic at compile time is represented by its expression as text ("s0")."""
 
@@ -155,22 +157,3 @@ def tensor_text(shape: Shape, dtype: torch.dtype | None) -> str:
 
 def _dtype(dtype: torch.dtype | None) -> str:
     return "?" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def count_text(what: Any, noun: str) -> str:
-    """Return a number, or the size of a collection, with its noun: "2 rewrites"."""
-    number = what if isinstance(what, int) else len(what)
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {noun if number == 1 else plural}"
-
-
-def bytes_text(number: int) -> str:
-    """Return a number of bytes in a suitable unit."""
-    value = float(number)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return (
-                f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
-            )
-        value /= 1024
-    return f"{value:.1f} TiB"

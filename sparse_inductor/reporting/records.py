@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import compat, layers
+from ..notices import bytes_text, count_text
 from .findings import (
     Check,
     Density,
@@ -19,8 +20,6 @@ from .findings import (
     Pending,
     Rewrite,
     at_line,
-    bytes_text,
-    count_text,
     rewrite_dict,
     rewrite_lines,
     times_text,
