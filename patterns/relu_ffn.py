@@ -328,7 +328,7 @@ class ReluFfn(Recogniser):
         inputs, stats = given // max(1, tokens), bool(match.others.statistics)
         if not jumps and may_take_popular(dtype, neurons, inputs, stats):
             return worth
-        return dataclasses.replace(worth, apart=None)
+        return worth._replace(apart=None)
 
     def resolve(
         self, matches: Sequence[BlockMatch | LayerMatch], view: GraphView

@@ -195,7 +195,7 @@ class SparseScores(Recogniser):
         if constant.below <= 0:
             return changing
         if match.held.why:
-            return dataclasses.replace(changing, reason=f"{changing.reason}; here {match.held.why}")
+            return changing._replace(reason=f"{changing.reason}; here {match.held.why}")
         match.guarded = True
         return constant
 

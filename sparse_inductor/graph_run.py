@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -42,8 +42,7 @@ log = logging.getLogger("sparse_inductor")
 STAGE = "pre_grad"
 
 
-@dataclasses.dataclass(frozen=True)
-class Applied:
+class Applied(NamedTuple):
     """A rewrite with the names of the nodes that it removed and of those that it inserted."""
 
     rewrite: Rewrite

@@ -11,14 +11,13 @@ program's own, and an out-of-memory error does not mean that a kernel fails.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,8 +53,7 @@ class KernelWarning(UserWarning):
     """A warning that a kernel fails on this machine and that a slower layer computes its operator."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fallback:
+class Fallback(NamedTuple):
     """An operator that a slower layer computes because a kernel failed."""
 
     operator: str

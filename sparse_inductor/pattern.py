@@ -11,13 +11,12 @@ pattern object) or from `sparse_inductor.register(pattern)`.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.metadata
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
@@ -31,8 +30,7 @@ __all__ = ["Example", "Match", "Miss", "Pattern", "Sparse", "register", "registe
 ENTRY_POINTS = "sparse_inductor.patterns"
 
 
-@dataclasses.dataclass(frozen=True)
-class Miss:
+class Miss(NamedTuple):
     """A subgraph that nearly matches. `reason` is in the user's terms; `node` is where the match failed (default: the
     anchor)."""
 
@@ -40,8 +38,7 @@ class Miss:
     node: fx.Node | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Sparse:
+class Sparse(NamedTuple):
     """A tensor of the program as written that is mostly zeros, which the operator skips.
 
     `explain` counts its elements that are not zero when it runs the program. `what` names its elements
@@ -135,8 +132,7 @@ class Pattern(Protocol):
         """
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A program that a pattern rewrites, or (with `reason`) one that it declines.
 
     `build()` returns the function to compile and its arguments; `reason` is a part of the reported

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -28,8 +27,7 @@ __all__ = ["Outcome", "RewritePass", "failures"]
 log = logging.getLogger("sparse_inductor")
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The results for one graph; `applied` only if the pass traces."""
 
     rewrites: tuple[Rewrite, ...] = ()

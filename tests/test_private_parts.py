@@ -18,7 +18,7 @@ DOCUMENTED = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # Names of operators belong to ATen's schemas.
 OPERATORS = "torch.ops."
 # This method of named tuples is public.
-PUBLIC = {"_replace"}
+PUBLIC = {"_asdict", "_replace"}
 
 
 def is_private(name: str) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -142,8 +141,7 @@ def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
-@dataclasses.dataclass(frozen=True)
-class GraphEnd:
+class GraphEnd(NamedTuple):
     """The reason why Dynamo ended a graph; `stack` is the user's stack, as (file, line, text), innermost last."""
 
     broke: bool

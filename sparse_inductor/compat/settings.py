@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def _inductor_config() -> Any:
@@ -26,8 +25,7 @@ def setting(name: str) -> Any:
     return getattr(_inductor_config(), name)
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedSetting:
+class SavedSetting(NamedTuple):
     """The state with which `restore_setting` restores a setting exactly: unset, or the same object."""
 
     name: str

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,7 @@ _SQRT_PI = math.sqrt(math.pi)
 Unary = Callable[..., torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A closed interval of the extended reals."""
 
     lo: float
@@ -44,8 +43,7 @@ class Interval:
 REALS, POSITIVE = Interval(-_INF, _INF), Interval(0.0, _INF)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scalar:
+class Scalar(NamedTuple):
     """One scalar function, of `x` and `arity` constants `c`; `y` is its result.
 
     value(x, *c) and slope(x, y, *c) are equal to PyTorch's. flat(x, *c): a mask of the elements where no gradient

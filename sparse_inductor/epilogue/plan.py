@@ -14,9 +14,9 @@ contribute one number for each sequence. All other sequences take the general pa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ from .ranges import hoistable_suffix, prove, shared_bounds
 from .steps import ROW, Program, Step, apply, parse, scalar_steps
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The decisions that depend on the program alone.
 
     scalar: the scalar steps, run after the maximum on the fast path.
@@ -74,8 +73,7 @@ def plan(steps: str, every_position: bool = False) -> Plan:
     return Plan(program, scalar, inner, outer, hoists, hoists and exhaustive, drops_nan, bounds)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lowered:
+class Lowered(NamedTuple):
     """A plan together with the classification of the positions by their row operands.
 
     add [B, S] fp32 or None: -inf where dropped, else the shift of the logits (0 in a sequence that takes the

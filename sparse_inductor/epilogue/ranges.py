@@ -7,10 +7,10 @@ stated piece of its domain, so its range is the image of the interval's end poin
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -76,8 +76,7 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
     return 1, domain, lambda v: f(v, *c)
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
+class Proof(NamedTuple):
     """The proved properties of a scalar program on an interval.
 
     direction: 1 non-decreasing, -1 non-increasing, 0 not proved. `failed` is the first step that is not monotone

@@ -7,13 +7,12 @@ written and is watched (`sparse_inductor.policy.profile`).
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 from .popular import Apart
 
 
-@dataclasses.dataclass(frozen=True)
-class Worth:
+class Worth(NamedTuple):
     """When an operator is faster than the operations that it replaces.
 
     below: the operator is faster if less than this share of the elements of the match's first `sparse` tensor is

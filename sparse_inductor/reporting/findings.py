@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +14,7 @@ Shape = tuple[int | str, ...]
 """A size that is symbolic at compile time is represented by its expression as text ("s0")."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Rewrite:
+class Rewrite(NamedTuple):
     """One subgraph that was replaced by an operator."""
 
     pattern: str
@@ -36,8 +34,7 @@ class Rewrite:
     """The text of that line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NearMiss:
+class NearMiss(NamedTuple):
     """A subgraph that belongs to a pattern's family but was not rewritten."""
 
     pattern: str
@@ -47,8 +44,7 @@ class NearMiss:
     source: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A subgraph that was recognised and runs as written, because its operator would not be faster there."""
 
     pattern: str
@@ -61,8 +57,7 @@ class Pending:
     source: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """The result of `verify=True` for one rewrite, when it ran for the first time."""
 
     pattern: str
@@ -77,8 +72,7 @@ class Check:
     source: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Density:
+class Density(NamedTuple):
     """The number of elements of a tensor that were not zero when `explain` ran the program."""
 
     pattern: str
@@ -99,7 +93,7 @@ class Density:
 
 def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
     """Return a rewrite as data that can be written as JSON."""
-    fields = dataclasses.asdict(rewrite)
+    fields = rewrite._asdict()
     fields["inputs"] = [
         {"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in rewrite.inputs
     ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -16,8 +15,7 @@ from .findings import tensor_text
 from .source import Source, source_of
 
 
-@dataclasses.dataclass(frozen=True)
-class GraphNode:
+class GraphNode(NamedTuple):
     """A node: its call and inputs, the type of its result, and the user's line that it comes from."""
 
     name: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import threading
@@ -255,10 +254,10 @@ class Report:
                 "pass_ms": round(self.pass_ms, 3),
                 "pattern_ms": {name: round(ms, 3) for name, ms in sorted(self._pattern_ms.items())},
                 "rewrites": [rewrite_dict(r) for r in self._rewrites],
-                "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
-                "pending": [dataclasses.asdict(p) for p in self.pending],
-                "checks": [dataclasses.asdict(c) for c in self._checks],
-                "densities": [dataclasses.asdict(d) for d in self._densities],
+                "near_misses": [m._asdict() for m in self._near_misses],
+                "pending": [p._asdict() for p in self.pending],
+                "checks": [c._asdict() for c in self._checks],
+                "densities": [d._asdict() for d in self._densities],
                 "fallbacks": [f.as_dict() for f in layers.fallbacks()],
                 "collections": [c.as_dict() for c in _collections(self)],
             }
@@ -308,7 +307,7 @@ def log_graph(
             "version": JSON_VERSION,
             "pass_ms": round(pass_ms, 3),
             "rewrites": [rewrite_dict(r) for r in rewrites],
-            "near_misses": [dataclasses.asdict(m) for m in near_misses],
+            "near_misses": [m._asdict() for m in near_misses],
         },
     )
 

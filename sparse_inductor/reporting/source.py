@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import linecache
 import os
 import re
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -26,8 +26,7 @@ _PASSING_ON = tuple(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A line of a program: `location` is "file.py:41", `text` the line itself, `path` the full path of the file."""
 
     location: str

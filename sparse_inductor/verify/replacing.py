@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 from torch import fx
@@ -25,7 +24,7 @@ def checked_at_first_run(
     """
 
     def leave(why: object) -> None:
-        unchecked.append(dataclasses.replace(check, verdict="unchecked", detail=str(why)))
+        unchecked.append(check._replace(verdict="unchecked", detail=str(why)))
 
     check = Check(record.pattern, record.location, source=record.source)
     if apart := getattr(match, "apart", ""):

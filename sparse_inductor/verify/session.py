@@ -218,8 +218,7 @@ class Region:
         errors = [c.error for c in found if c.error is not None]
         plain = [c.plain_error for c in found if c.plain_error is not None]
         self.report.add_check(
-            dataclasses.replace(
-                self.check,
+            self.check._replace(
                 verdict=verdict,
                 detail=detail,
                 error=max(errors, default=None),
