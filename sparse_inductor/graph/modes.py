@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -15,8 +14,7 @@ from torch import fx
 DEVICES = ("cpu", "cuda")
 
 
-@dataclasses.dataclass(frozen=True)
-class Modes:
+class Modes(NamedTuple):
     """The modes at a node.
 
     autocast: for each device type, whether it is on, and its dtype. grad: the last argument of `set_grad_enabled`.
@@ -70,10 +68,10 @@ def modes_by_node(graph: fx.Graph, around: Modes) -> dict[fx.Node, Modes]:
         if name == "_enter_autocast":
             device, dtype, on = (*node.args, None, None, True)[:3]
             own = (bool(on), dtype or torch.get_autocast_dtype(device))
-            current = dataclasses.replace(current, autocast={**current.autocast, device: own})
+            current = current._replace(autocast={**current.autocast, device: own})
         elif name == "_exit_autocast":
             before = states.get(node.args[0], around)
-            current = dataclasses.replace(current, autocast=before.autocast)
+            current = current._replace(autocast=before.autocast)
         elif name == "_enter_inference_mode":
             inference = node.args[0] is not False
             current = Modes(current.autocast, not inference, inference)
@@ -81,7 +79,7 @@ def modes_by_node(graph: fx.Graph, around: Modes) -> dict[fx.Node, Modes]:
             before = states.get(node.args[0], around)
             current = Modes(current.autocast, before.grad, before.inference)
         elif changes_grad_mode(node):
-            current = dataclasses.replace(current, grad=node.args[0] is not False)
+            current = current._replace(grad=node.args[0] is not False)
     return states
 
 

@@ -11,7 +11,7 @@ import functools
 import operator
 import string
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -118,8 +118,7 @@ _DIMS = frozenset("dim dim0 dim1 start_dim end_dim".split())
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spelling:
+class _Spelling(NamedTuple):
     """The information in a target's name, without its arguments."""
 
     name: str

@@ -6,7 +6,7 @@ A product with a mask is not one of them: it turns infinities into NaN.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -45,8 +45,7 @@ class Assigned:
         return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """x where `keep` is true (with `negate`: where it is not), and `other` elsewhere.
 
     keep: a tensor that broadcasts to x, or the elements that an assignment writes (with `negate`).

@@ -6,11 +6,10 @@ through a view, slice or permutation that the user applied to the output itself.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,8 +25,7 @@ class OutputsReshaped(NoMatch):
     """The outputs of a linear are no axis of their own after a reshape. The last axis has a part of them, or all."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A view op on a tensor whose axis `v_dim` is V.
 
     v_dim: the V axis after the move. origin: for every axis after the move, the axis from which it came, or None.

@@ -6,9 +6,8 @@ schemes makes the rows sum to one. A trial alone never decides: the pattern chec
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -34,8 +33,7 @@ class Untestable(Exception):
     """The piece cannot be run by itself."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """The nodes between `leaves` and `output`, in graph order, the output included."""
 
     nodes: tuple[fx.Node, ...]
@@ -92,8 +90,7 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
     return node.op == "call_method" or is_plain(target)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """The sizes for which a graph was captured, and those with which it is run instead. If two axes share a symbol, it
     stands for the size of axis `first`."""
 

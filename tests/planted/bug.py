@@ -43,7 +43,7 @@ def result(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
 
         def wrong(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
-            return change(*found) if isinstance(found, (tuple, list)) else change(found)
+            return change(*found) if type(found) in (tuple, list) else change(found)
 
         return mock.patch.object(owner, name, wrong)
 

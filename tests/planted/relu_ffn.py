@@ -106,8 +106,8 @@ def _down(**fields: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def _statistic_of_the_gate(replace: Callable[..., None], self: Any) -> None:
-    found = tuple(dataclasses.replace(s, of="gate") for s in self.others.statistics)
-    self.others = dataclasses.replace(self.others, statistics=found)
+    found = tuple(s._replace(of="gate") for s in self.others.statistics)
+    self.others = self.others._replace(statistics=found)
     replace(self)
 
 

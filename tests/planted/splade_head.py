@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -107,7 +106,7 @@ def _no_mask() -> Any:
 
 def _other_fill(low: Lowered) -> Lowered:
     fill = None if low.fill is None else torch.full_like(low.fill, 0.5)
-    return dataclasses.replace(low, fill=fill)
+    return low._replace(fill=fill)
 
 
 _forward = functools.partial(result, aten, "forward")

@@ -8,12 +8,12 @@ the reduction.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -39,8 +39,7 @@ _LEARNED = "needs a gradient, and the operator has those of the projection alone
 _MORE = "more than a factor or mask of every neuron or token after the rectifier"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A per-token operand, read by `node` after `at` moves."""
 
     at: int

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -30,8 +30,7 @@ from ...graph.view import GraphView, fake, same_size
 _LEAST_IN_FP16 = 2.0**-8
 
 
-@dataclasses.dataclass(frozen=True)
-class Fill:
+class Fill(NamedTuple):
     """An operand that is `value`, known only at run time, where `mask` is false (with `negate`: true), and 0
     elsewhere."""
 
@@ -43,8 +42,7 @@ class Fill:
         return [self.mask, self.value]
 
 
-@dataclasses.dataclass(frozen=True)
-class Normalised:
+class Normalised(NamedTuple):
     """The factor that batch normalisation with given statistics applies to axis 1, or (`shift`) the term it adds."""
 
     mean: fx.Node

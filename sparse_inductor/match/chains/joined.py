@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -14,8 +14,7 @@ from ...graph.gemm import Linear
 from .chain import Chain
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined:
+class Joined(NamedTuple):
     """The linear maps of some chains as maps of one concatenated input.
 
     inputs: for every input, the index of the summand of each chain's linear map that takes it, or None.

@@ -6,10 +6,9 @@ and why it differs from a maximum.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -31,8 +30,7 @@ _WINDOWS = frozenset(f"{name}max_pool{n}d" for name in ("", "adaptive_") for n i
 _MAXIMA = _PICKS | _WINDOWS | frozenset("max_dim amax maximum min_dim amin aminmax topk".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """A maximum (or minimum) over one or several axes. Several axes are merged into one, which is then axis `dim`.
 
     values, positions: their indices among the node's results; None if the node itself is the values, or if it returns

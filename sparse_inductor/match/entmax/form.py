@@ -8,9 +8,8 @@ All that is known about tau here is that it has one number per row. It may also 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -28,8 +27,7 @@ ENDS = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A candidate for the scores: `source`, as `reader` sees it. It is multiplied by `factor` and, if alpha is a
     tensor, `gaps` times by alpha - 1."""
 
@@ -39,8 +37,7 @@ class Candidate:
     gaps: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The form of an entmax. power: 1 / (alpha - 1), or None if alpha is a tensor from which it is computed."""
 
     clamp: fx.Node

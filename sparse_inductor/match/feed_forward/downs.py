@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -17,8 +17,7 @@ from ..chains.terms import combined, widened
 from .block import Reading
 
 
-@dataclasses.dataclass(frozen=True)
-class Downs:
+class Downs(NamedTuple):
     """The block's own projection, and others that read its activations, such as the first one of an adapter."""
 
     reading: Reading

@@ -222,8 +222,7 @@ _FURTHEST = 48
 _WIDE = 7
 
 
-@dataclasses.dataclass(frozen=True)
-class Activated:
+class Activated(NamedTuple):
     """Activations and the operations that compute them. encoders: the linears that these start from. nodes: all nodes
     from there to the decoder, which is not included."""
 

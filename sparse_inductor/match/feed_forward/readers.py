@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -34,8 +34,7 @@ _OF_EVERY_NEURON = "a statistic of every neuron over the tokens needs the activa
 _PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Others:
+class Others(NamedTuple):
     """The other readers of the activations of a block. downs: the first projections of adapters."""
 
     statistics: tuple[Statistic, ...] = ()
@@ -154,8 +153,7 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
     return NoMatch(f"{what} also read by {label(reader)}", reader)
 
 
-@dataclasses.dataclass(frozen=True)
-class Path:
+class Path(NamedTuple):
     """How `nodes` compute a value, the result of the last one, from the activations a.
 
     axes: its axes, made of atoms of the activations' axes. reduced: the atoms that were reduced. norm: 1 for |a|, 0 for
@@ -172,8 +170,7 @@ class Path:
     signed: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistic:
+class Statistic(NamedTuple):
     """A reduction of |a|, of [a != 0], or of a times a number per neuron.
 
     node: the reduction. source: the activation that it reduces. of: which activation that is, "gate" or "hidden". path:
@@ -240,8 +237,7 @@ class Statistic:
 _REDUCTIONS = frozenset("sum mean any all count_nonzero norm vector_norm l1_loss".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
+class _Reader(NamedTuple):
     """Reads statistics of the activation `source` with `axes`. of: "gate" or "hidden". positive: it is nowhere
     negative. weighs: it may be multiplied by a number per neuron."""
 
@@ -263,10 +259,10 @@ class _Reader:
             raise self._decline(node)
         reduces = call.name in _REDUCTIONS
         step = self._reduction if reduces else self._elementwise
-        path = dataclasses.replace(path, **step(x, node, call, path))
+        path = path._replace(**step(x, node, call, path))
         if reduces and (statistic := self._statistic(node, path)) is not None:
             return [statistic]
-        path = dataclasses.replace(path, nodes=(*path.nodes, node))
+        path = path._replace(nodes=(*path.nodes, node))
         try:
             return [s for r in self.view.readers(node) for s in self.follow(node, r, path)]
         except NoMatch as reason:

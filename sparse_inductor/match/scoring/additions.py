@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,8 +24,7 @@ _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 ADDITIONS = _SUMS | {"put", "scatter"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Addition:
+class Addition(NamedTuple):
     """node[..., rows, ...] += source * scale, along the axis that consists of the atom `docs`.
 
     source, rows: the tensors with their axes; `rows` broadcasts to the source. axes: those of the node; all but the one
