@@ -102,9 +102,12 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     if docs is None:
         return None
     found = docs.found
+    # With several axes, the look-up is of lists of documents, not of edges of a graph; BM25S has weights of 1.
+    several = max(len(view.shape(found.source)), len(view.shape(found.index))) > 1
     if view.needs_grad(added.source.node):
-        if docs.obstacle is None and len(view.shape(found.source)) > 1:
-            raise NoMatch("posting lists have no gradient for the weights of a query's terms", node)
+        if docs.obstacle is None and several:
+            what = "the weights, be they of documents or of a query's terms"
+            raise NoMatch(f"posting lists have no gradient for {what}", node)
         return None
 
     def same_lists(view: GraphView, node: Any) -> Gather | None:
@@ -112,8 +115,6 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
         return other if other is not None and view.same_value(other.index, found.index) else None
 
     w = contributions(view, added.source.node, added.source.axes, node, same_lists)
-    # With several axes, the look-up is of lists of documents, not of edges of a graph; BM25S has weights of 1.
-    several = max(len(view.shape(found.source)), len(view.shape(found.index))) > 1
     if w is None or not (w.has_weights or several):
         return None
     if docs.obstacle is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from corpus.sparse_scores.registry import TRAIN, B, Collection, K, N, program, query_terms, scoring
@@ -116,13 +118,32 @@ def lists_padded_with_minus_one(c, terms, weights):
     return scores.topk(K)
 
 
-@program("no_rewrite", "no gradient for the weights", TRAIN, at="torch.zeros(B, N).scatter_add(")
+no_gradient = functools.partial(
+    program, "no_rewrite", "no gradient for the weights", TRAIN, at="torch.zeros(B, N).scatter_add("
+)
+
+
+@no_gradient()
 def trained_on_lists():
     """the weights of a query's terms come from a model that is trained"""
 
     def score(c, terms, weights):
         impacts = c.post[terms] * weights[..., None]
         return torch.zeros(B, N).scatter_add(1, c.docs[terms].flatten(1), impacts.flatten(1))
+
+    terms, weights = query_terms()
+    return Collection(score, torch.int64, torch.float32), (terms, weights.requires_grad_())
+
+
+@no_gradient()
+def trained_on_lists_end_to_end():
+    """the same with all lists in one array"""
+
+    def score(c, terms, weights):
+        at = terms[..., None] * c.docs.size(1) + torch.arange(c.docs.size(1))
+        impacts = c.post.flatten()[at] * weights[..., None]
+        docs = c.docs.flatten()[at].flatten(1)
+        return torch.zeros(B, N).scatter_add(1, docs, impacts.flatten(1))
 
     terms, weights = query_terms()
     return Collection(score, torch.int64, torch.float32), (terms, weights.requires_grad_())
