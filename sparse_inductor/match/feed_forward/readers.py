@@ -18,6 +18,7 @@ from ...epilogue.ranges import prove
 from ...epilogue.steps import Program
 from ...graph.axes import Atom, Axis, flat, regrouped
 from ...graph.checks import outside_readers
+from ...graph.contraction import PRODUCTS, contraction
 from ...graph.emit import Emitter, Make, made_again
 from ...graph.gemm import Linear, linears
 from ...graph.indices import listed
@@ -257,8 +258,9 @@ class _Reader(NamedTuple):
         call = self.view.call(node)
         if call.inplace or self.view.value(x, node) is not x:
             raise self._decline(node)
-        reduces = call.name in _REDUCTIONS
-        step = self._reduction if reduces else self._elementwise
+        reduces = call.name in _REDUCTIONS | PRODUCTS
+        step = self._reduction if call.name in _REDUCTIONS else self._elementwise
+        step = self._dotted if call.name in PRODUCTS else step
         path = path._replace(**step(x, node, call, path))
         if reduces and (statistic := self._statistic(node, path)) is not None:
             return [statistic]
@@ -308,7 +310,7 @@ class _Reader(NamedTuple):
         if name == "abs" and not path.signed:
             return {"norm": 1 if norm is None else norm}
         if name == "mul" and norm is None and self.weighs:
-            return self._weighed(x, node, call)
+            return self._weighed(x, node, call["other"] if call["input"] is x else call["input"])
         if name == "cast" and call["input"] is x:
             dtype = view.dtype(node)
             if norm is None and dtype == torch.bool:
@@ -323,11 +325,22 @@ class _Reader(NamedTuple):
                 return {"norm": 0 if name in ("ne", "gt") else -1}
         raise self._decline(node)
 
-    def _weighed(self, x: fx.Node, node: fx.Node, call: Call) -> dict[str, Any]:
+    def _dotted(self, x: fx.Node, node: fx.Node, call: Call, path: Path) -> dict[str, Any]:
+        """The fields of a path that a product with a vector changes: with a number per neuron, and summed."""
+        found = contraction(self.view, node)
+        if found is None or found.scale != 1 or found.bias is not None or path.norm is not None:
+            raise self._decline(node)
+        a, b = found.operands if found.a.node is x else found.operands[::-1]
+        vector = b.axes == a.axes[-1:] and found.axes == a.axes[:-1] and not b.written
+        if not (self.weighs and a.node is x and vector):
+            raise self._decline(node)
+        summed = {"axes": path.axes[:-1], "reduced": frozenset(path.axes[-1]), "by": "sum"}
+        return {**self._weighed(x, node, b.node), **summed}
+
+    def _weighed(self, x: fx.Node, node: fx.Node, w: Any) -> dict[str, Any]:
         """The fields of a path that a product with a number per neuron changes. Sparse autoencoders weight their L1
         term by the norms of the decoder's rows."""
         view, shape = self.view, self.view.shape(self.source)
-        w = call["other"] if call["input"] is x else call["input"]
         along = view.is_tensor(w) and only_along(view, w, shape, self.reading.down.d_dim)
         if not (along and same_sizes(view.shape(x), shape)):
             raise self._decline(node)

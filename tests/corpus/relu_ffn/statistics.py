@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from corpus.case import each, of
-from corpus.relu_ffn.registry import INFER, TRAIN, block
+from corpus.relu_ffn.registry import INFER, TRAIN, K, N, block
 
 
 def beside(make: Callable, *how: Any, **fields: Any) -> Callable[[Callable], Callable]:
@@ -128,6 +128,26 @@ def weighed_sum_before_the_projection(x, m):
     h = F.relu(m.up(x)).square()
     score = (m.up.bias * h).sum(dim=(1, 2))
     return m.down(h), score
+
+
+@block(bias=True)
+def weighed_by_a_product_with_the_norms(x, m):
+    """a product of matrix and vector in the L1 term"""
+    h = F.relu(m.up(x))
+    return m.down(h), (h @ m.down.weight.norm(dim=0)).mean()
+
+
+@block(modes=INFER)
+def weighed_by_a_vector_in_an_einsum(x, m):
+    h = F.relu(m.up(x))
+    return m.down(h), torch.einsum("n,bsn->bs", m.gate.weight[:, 0], h)
+
+
+@block("no_rewrite", "also read by einsum", modes=INFER, shape=(2, N, K), at="bsn,s->bn")
+def tokens_weighed_by_a_vector(x, m):
+    """as many tokens as neurons"""
+    h = F.relu(m.up(x))
+    return m.down(h), torch.einsum("bsn,s->bn", h, m.gate.weight[:, 0])
 
 
 @block("no_rewrite", "also read by mul", modes=INFER, bias=True, at="(h * m.up.bias).abs()")
