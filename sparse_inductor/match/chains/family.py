@@ -10,13 +10,18 @@ from torch import fx
 from ... import compat
 from ...graph.contraction import PRODUCTS, contraction
 from ...graph.effects import reached
+from ...graph.fakes import attribute
 from ...graph.gemm import entry_of_stack, linears
+from ...graph.names import name_of
 from ...graph.no_match import once, remembered
+from ...graph.scalars import RECTIFIERS
 from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss
 
 _RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
+# What the forward of an autograd Function contains if it may be a rectifier.
+_KINKS = RECTIFIERS | {"where", "sign", "heaviside"}
 
 _NOT_CROSSED = PRODUCTS - {"einsum"}  # an einsum that sums over nothing is an elementwise product
 
@@ -63,6 +68,10 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
             name = FLOOR
         elif low is not None and high is not None and low < 0 < high:
             name = RANGE
+    if name == "autograd_function_apply":
+        body = attribute(view.call(node)["forward"])
+        if body is not None and _KINKS.isdisjoint(map(name_of, body.graph.nodes)):
+            name = None  # a smooth activation with a backward of its own
     return name, [n for n in node.all_input_nodes if isinstance(fake(n), values)]
 
 

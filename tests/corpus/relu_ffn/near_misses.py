@@ -420,6 +420,45 @@ each(
 )
 
 
+class Swish(torch.autograd.Function):
+    """Keeps its input instead of the intermediate results."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        p = torch.sigmoid(x)
+        return grad * p * (1 + x * (1 - p))
+
+
+class ClampedRelu(torch.autograd.Function):
+    """The ReLU of PyTorch's tutorial."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x >= 0)
+
+
+each(
+    miss("nothing in it rectifies", modes=TRAIN),
+    function_without_zeros=lambda x, m: m.down(Swish.apply(m.up(x))),
+)
+each(
+    miss("cannot be seen through", modes=TRAIN, at="ClampedRelu.apply("),
+    function_with_zeros=lambda x, m: m.down(ClampedRelu.apply(m.up(x))),
+)
+
+
 @miss("texts are scored against texts")
 def first_tokens_scored(x, m):
     """naver/splade aggregated by "cls", tevatron's pooling "last": in-batch scores"""
