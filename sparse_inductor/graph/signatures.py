@@ -92,7 +92,7 @@ _TEXTS: dict[str, str] = {
     **dict.fromkeys("max_dim min_dim logsumexp".split(), "input dim keepdim=False"),
     "median": "input dim=None keepdim=False",
     "l1_loss": "input target size_average=None reduce=None reduction='mean' weight=None",
-    **dict.fromkeys(("norm", "vector_norm"), "input p=2 dim=None keepdim=False"),
+    **dict.fromkeys(("norm", "vector_norm", "linalg_norm"), "input p=2 dim=None keepdim=False"),
     "topk": "input k dim=-1 largest=True sorted=True",
     **dict.fromkeys(("sort", "argsort"), "input dim=-1 descending=False stable=False"),
     "kthvalue": "input k dim=-1 keepdim=False",
@@ -169,7 +169,7 @@ _KEYWORDS_OF = {
     "repeat": {"repeats": "sizes"},
     "tile": {"dims": "sizes"},
     "tensordot": {"a": "input", "b": "other"},
-    "vector_norm": {"ord": "p"},
+    **{name: {"ord": "p"} for name in ("vector_norm", "linalg_norm")},
 }
 
 

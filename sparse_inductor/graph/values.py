@@ -45,7 +45,9 @@ def _made_of_parameters(view: GraphView) -> set[fx.Node]:
     return found
 
 
-_NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
+_NOT_NEGATIVE = frozenset(
+    "relu sigmoid exp softplus softmax square abs norm vector_norm linalg_norm".split()
+)
 
 
 def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:

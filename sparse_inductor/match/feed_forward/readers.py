@@ -235,7 +235,9 @@ class Statistic(NamedTuple):
         return e.cast(t, fake(self.node).dtype)
 
 
-_REDUCTIONS = frozenset("sum mean any all count_nonzero norm vector_norm l1_loss".split())
+_REDUCTIONS = frozenset(
+    "sum mean any all count_nonzero norm vector_norm linalg_norm l1_loss".split()
+)
 
 
 class _Reader(NamedTuple):
@@ -281,8 +283,12 @@ class _Reader(NamedTuple):
                 norm = norm or 0
             case "count_nonzero" if norm is None:
                 norm, by = 0, "sum"
-            case "norm" | "vector_norm" if absolute and call.get("p") in (1, 1.0):
+            case "linalg_norm" if not isinstance(call.get("dim"), int):  # perhaps of a matrix
+                raise self._decline(node)
+            case "norm" | "vector_norm" | "linalg_norm" if absolute and call.get("p") == 1:
                 norm, by = 1, "sum"
+            case "norm" | "vector_norm" | "linalg_norm" if norm is None and call.get("p") == 0:
+                norm, by = 0, "sum"
             case "l1_loss" if norm is None and self._loss_against_zeros(x, node, call):
                 norm, by = 1, call.get("reduction", "mean")
             case "sum" | "mean" if norm is not None or self.positive:
@@ -331,11 +337,13 @@ class _Reader(NamedTuple):
         if found is None or found.scale != 1 or found.bias is not None or path.norm is not None:
             raise self._decline(node)
         a, b = found.operands if found.a.node is x else found.operands[::-1]
-        vector = b.axes == a.axes[-1:] and found.axes == a.axes[:-1] and not b.written
-        if not (self.weighs and a.node is x and vector):
+        left = [at for at, letter in enumerate(a.axes) if letter in found.axes]
+        kept = (*(a.axes[at] for at in left),) == found.axes and a.axes[-1] not in found.axes
+        if not (self.weighs and a.node is x and kept and b.axes == a.axes[-1:] and not b.written):
             raise self._decline(node)
-        summed = {"axes": path.axes[:-1], "reduced": frozenset(path.axes[-1]), "by": "sum"}
-        return {**self._weighed(x, node, b.node), **summed}
+        axes = tuple(path.axes[at] for at in left)
+        gone = frozenset(atom for axis in path.axes if axis not in axes for atom in flat(axis))
+        return {**self._weighed(x, node, b.node), "axes": axes, "reduced": gone, "by": "sum"}
 
     def _weighed(self, x: fx.Node, node: fx.Node, w: Any) -> dict[str, Any]:
         """The fields of a path that a product with a number per neuron changes. Sparse autoencoders weight their L1

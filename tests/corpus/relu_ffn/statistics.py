@@ -41,6 +41,8 @@ each(
     norm_one=lambda h: h.norm(p=1),
     distance_from_zeros=lambda h: torch.nn.L1Loss(reduction="sum")(torch.zeros_like(h), h),
     count_per_token=lambda h: (h != 0).sum(-1),
+    norm_zero=lambda h: h.norm(p=0, dim=-1).mean(),
+    norm_of_linalg=lambda h: torch.linalg.norm(h, ord=1, dim=-1).mean(),
 )
 
 
@@ -141,6 +143,26 @@ def weighed_by_a_product_with_the_norms(x, m):
 def weighed_by_a_vector_in_an_einsum(x, m):
     h = F.relu(m.up(x))
     return m.down(h), torch.einsum("n,bsn->bs", m.gate.weight[:, 0], h)
+
+
+@block()
+def weighed_by_the_norms_of_linalg(x, m):
+    """the norms are [1, N], and computed after the projection"""
+    h = F.relu(m.up(x))
+    y = m.down(h)
+    norms = torch.linalg.norm(m.down.weight.T, dim=1, keepdim=True).T
+    return y, (h * norms).sum(-1).mean()
+
+
+@block()
+def weighed_and_summed_by_an_einsum(x, m):
+    h = F.relu(m.up(x))
+    return m.down(h), torch.einsum("bsn,n->", h, m.down.weight.norm(dim=0))
+
+
+@plain("no_rewrite", "also read by linalg_norm", modes=INFER, at="torch.linalg.norm(")
+def norm_of_matrices(h):
+    return torch.linalg.norm(h, ord=1, dim=(-2, -1))
 
 
 @block("no_rewrite", "also read by einsum", modes=INFER, shape=(2, N, K), at="bsn,s->bn")
