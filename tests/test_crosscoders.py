@@ -39,6 +39,16 @@ def plain(s, x):
     return torch.einsum("bn,nld->bld", F.relu(pre(s, x)), s.W_dec) + s.b_dec
 
 
+def layers_added_up(s, x):
+    f = F.relu(torch.einsum("bld,ldn->bln", x, s.W_enc).sum(dim=1) + s.b_enc)
+    return torch.einsum("bn,nld->bld", f, s.W_dec) + s.b_dec
+
+
+def layers_multiplied_one_by_one(s, x):
+    f = F.relu((x.transpose(0, 1) @ s.W_enc).sum(0) + s.b_enc)
+    return torch.einsum("bn,nld->bld", f, s.W_dec) + s.b_dec
+
+
 def activations_kept(s, x):
     f = F.relu(pre(s, x))
     return torch.einsum("b n, n l d -> b l d", f, s.W_dec) + s.b_dec, f
@@ -72,6 +82,8 @@ TOPK = {"topk_encode": 1, "sparse_decode": 1}
 
 REWRITTEN = {  # in training, in inference
     plain: ({"relu_ffn": 1}, {"relu_ffn": 1}),
+    layers_added_up: ({"relu_ffn": 1}, {"relu_ffn": 1}),
+    layers_multiplied_one_by_one: ({"relu_ffn": 1}, {"relu_ffn": 1}),
     activations_kept: (PRODUCTS, {"sparse_product": 1}),
     by_tensordot: (PRODUCTS, {"sparse_product": 1}),
     tied: (PRODUCTS, {"sparse_product": 1}),
@@ -100,6 +112,12 @@ def each_layer(s, x):
     return torch.einsum("bln,nld->bld", f, s.W_dec), f
 
 
+def layers_read_apart(s, x):
+    """Add up the layers' projections, and return them."""
+    z = torch.einsum("bld,ldn->bln", x, s.W_enc)
+    return torch.einsum("bn,nld->bld", F.relu(z.sum(1) + s.b_enc), s.W_dec), z
+
+
 def decoded_by_layer(s, x):
     """Use a weight of which no view is a matrix [N, L * D]; a rewrite would have to copy it at each call."""
     return torch.einsum("bn,lnd->bld", F.relu(pre(s, x)), s.W_dec)
@@ -114,6 +132,7 @@ def turned(s, x):
     ("forward", "reason"),
     [
         (each_layer, "weights of its own"),
+        (layers_read_apart, "the result of einsum is also returned"),
         (decoded_by_layer, "several axes at once, or to several"),
         (turned, "several axes at once, or to several"),
     ],

@@ -272,27 +272,34 @@ def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, .
     return operands, tuple(terms), out
 
 
-def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
-    """Read (a * b).sum(dim)."""
-    product = call["input"]
+def _sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    """Read (a * b).sum(dim), and the sum of a product over batch axes: einsum("bld,ldv->blv").sum(1)."""
+    product, dims = call["input"], listed(call.get("dim"))
     inner = view.call(product)
-    if inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
+    if inner.inplace or call.get("dtype") is not None or view.value(product, node) is not product:
         return None
-    dims = listed(call.get("dim"))
-    if len(dims) != 1 or not isinstance(dims[0], int):
+    elementwise = inner.name == "mul"
+    found = _elementwise(view, product, inner) if elementwise else contraction(view, product)
+    if found is None or found.scale != 1 or found.bias is not None:
         return None
-    x, y = inner["input"], inner["other"]
+    if not (dims and all(isinstance(d, int) for d in dims)):
+        return None
+    gone = {d % len(found.axes) for d in dims}
+    both = {*found.a.axes} & {*found.b.axes}
+    if not elementwise and (
+        view.dtype(node) != view.dtype(product) or any(found.axes[i] not in both for i in gone)
+    ):
+        return None
+    keepdim = bool(call.get("keepdim"))
+    axes = (None if i in gone else c for i, c in enumerate(found.axes) if keepdim or i not in gone)
+    return dataclasses.replace(found, node=node, axes=tuple(axes), nodes=(*found.nodes, node))
+
+
+def _elementwise(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    x, y = call["input"], call["other"]
     if not (view.is_tensor(x) and view.is_tensor(y)):
         return None
-    mine, theirs, names = _side_by_side(view, x, y)
-    found = _product(view, product, x, y, mine, theirs, names)
-    if found is None:
-        return None
-    at = dims[0] % len(names)
-    axes: list[str | None] = [name for i, name in enumerate(names) if i != at]
-    if call.get("keepdim"):
-        axes.insert(at, None)
-    return dataclasses.replace(found, node=node, axes=tuple(axes), nodes=(product, node))
+    return _product(view, node, x, y, *_side_by_side(view, x, y))
 
 
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Contraction | None]] = {
@@ -305,7 +312,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Contraction | None]] = 
     "vecdot": _vecdot,
     "multi_dot": _multi_dot,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
-    "sum": _product_and_sum,
+    "sum": _sum,
 }
 PRODUCTS = frozenset(_READERS) - {"sum"}
 # Those that can multiply the last axis by one matrix. Of the others, bmm and baddbmm have a matrix for each element of

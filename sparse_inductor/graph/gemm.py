@@ -111,14 +111,14 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
         return None
     if call.name == "to_local":
         return _local(view, node)
-    if call.name not in PRODUCTS:
-        return None
     product = contraction(view, node)
     if product is None:
-        return []
-    if call.name == "einsum" and not product.summed:
+        return [] if call.name in PRODUCTS else None
+    if (call.name == "einsum" and not product.summed) or view.name_of(product.nodes[0]) == "mul":
         return None
     found = _scaled(view, product)
+    if call.name == "sum":
+        return found or None
     if product.bias is None or product.weight:
         return found
     bias, beta = product.bias
@@ -195,7 +195,8 @@ def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> L
     ):
         return None
     bias = product.bias[0] if product.weight and product.bias is not None else None
-    return _map(product.node, x, w, product.axes, bias=bias)
+    found = _map(product.node, x, w, product.axes, bias=bias)
+    return found and dataclasses.replace(found, within=product.nodes[:-1])
 
 
 def _merge(t: fx.Node, axes: Sequence[str | None], letters: Sequence[str | None]) -> bool:
