@@ -40,7 +40,7 @@ from .epilogue_chain import (
 )
 
 _MAX_DEPTH = 64
-_MAX_LINEARS = 256  # each z = z * z or z = z + z doubles their number
+_MAX_LINEARS = 256  # each z = z + z doubles their number
 
 _NOT_MONOTONE = {
     "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan",
@@ -326,6 +326,8 @@ class BackwardWalk:
 
     def _mul(self) -> EpilogueChain:
         a, b = self.call["input"], self.call["other"]
+        if a is b:
+            return self.up(a).then(Element(self.node, (Step("square"),)))
         return self._gates(a, b) or self._times(a, b)
 
     def _times(self, a: Any, b: Any) -> EpilogueChain:

@@ -86,6 +86,8 @@ class _Walk(BackwardWalk):
 
     def _mul(self) -> EpilogueChain:
         a, b = self.call["input"], self.call["other"]
+        if a is b:
+            return super()._mul()  # the square of any number of factors
         first: NoMatch | None = None
         try:
             if (found := self._gates(a, b)) is not None:

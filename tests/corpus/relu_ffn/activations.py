@@ -101,6 +101,18 @@ def square_by_itself(x, m):
 
 
 @block()
+def square_where_positive(x, m):
+    z = m.up(x)
+    return m.down(torch.where(z > 0, z * z, 0.0))
+
+
+@block()
+def square_times_a_comparison(x, m):
+    z = m.up(x)
+    return m.down(z * z * (z > 0))
+
+
+@block()
 def cube_by_itself(x, m):
     h = F.relu(m.up(x))
     return m.down(h * h * h)
