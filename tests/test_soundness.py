@@ -582,6 +582,31 @@ def test_a_choice_does_with_nan_what_its_condition_says(name):
     assert _assert_as_eager(lambda m, x: m.b(keep(m.a(x))), x, training=True) == ["relu_ffn"]
 
 
+_BETWEEN = {
+    "one of its elements": lambda z, cut: z[..., 0].fill_(5.0),
+    "the same part": lambda z, cut: z[..., :cut].neg_(),
+    "an overlapping part": lambda z, cut: z[..., 1 : cut + 1].mul_(-2.0),
+    "the other part": lambda z, cut: z[..., cut:].mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("name", _BETWEEN)
+@pytest.mark.parametrize("later", [True, False])
+def test_a_part_that_is_cut_out_again_has_what_was_written_last(name, later):
+    def block(m, x):
+        z = torch.cat((m.a(x), x @ m.b.weight), -1)
+        cut = m.b.in_features
+        z[..., :cut].relu_()
+        if not later:
+            _BETWEEN[name](z, cut)
+        gate = z[..., :cut]
+        if later:
+            _BETWEEN[name](z, cut)
+        return m.b(gate * z[..., cut:])
+
+    _assert_as_eager(block, torch.randn(2, 5, 6))
+
+
 def test_a_mask_of_zeros_does_not_hide_an_infinite_weight():
     head = lambda m, x, mask: (torch.log(torch.relu(m.a(x))) * mask[..., None]).amax(1)
     mask = torch.ones(2, 5)

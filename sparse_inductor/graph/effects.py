@@ -336,6 +336,17 @@ class Effects:
         writer, target = events[-1]
         return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
+    def shown(self, node: fx.Node) -> fx.Node | None:
+        """Return the node whose result a view shows: the last write to its elements, if that covered just these."""
+        creator = self.creator(node) if self.writers else None
+        if creator is None:
+            return None
+        events = self._between(node, self.order[creator], self.order[node])
+        if not events or not all(_follows(target, node) for _, target in events):
+            return None
+        writer, target = events[-1]
+        return writer if _is_result(writer, target) and same_geometry(target, node) else None
+
     def last_write(self, node: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return the last write that `reader` may see when it reads `node`: the writer, and the tensor passed to it."""
         return self._between(node, self.order[node], self.order[reader])[-1]

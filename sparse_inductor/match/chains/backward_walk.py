@@ -17,7 +17,7 @@ from ... import compat
 from ...epilogue.steps import Step
 from ...graph.contraction import Letters, contraction
 from ...graph.gemm import entry_of_stack, linears, why_not_linear
-from ...graph.indices import listed
+from ...graph.indices import listed, taken
 from ...graph.mesh import redistributed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, changed, if_matched, matches
@@ -160,6 +160,9 @@ class BackwardWalk:
             if redistributed(node, call["input"]):
                 raise self.decline("the values move over the device mesh here")
             return self.up(call["input"]).then(Element(node))
+        if name in SHAPE_OPS and (shown := view.effects.shown(node)) is not None:
+            part = taken(view, call)
+            return self.at(shown, node).then(Element(node, extra=part.passed if part else ()))
         if (around := detour(view, node, call)) is not None:
             epilogue = self.at(around.tensor, (node, *around.passed)[-1])
             return epilogue.then(Element(node, shape_op=around.shape_op, extra=around.passed))
