@@ -11,11 +11,12 @@ from torch import fx
 from .. import compat
 from ..pattern import Match, Miss
 from .contraction import PRODUCTS
-from .effects import gives_memory, made_of, writes_past_autograd
+from .effects import gives_memory, writes_past_autograd
 from .fakes import tensors_in
 from .mesh import is_distributed
 from .names import stored
 from .no_match import NoMatch
+from .search import made_of
 from .view import GraphView, fake, label
 from .vocabulary import SHAPE_OPS
 

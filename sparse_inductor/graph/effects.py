@@ -9,109 +9,23 @@ without a body.
 from __future__ import annotations
 
 import functools
-import inspect
-import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from .. import compat
 from .fakes import attribute, fake, tensors_in
+from .habits import habit_of, unsaid
 from .memory import UNKNOWN, apart, same_geometry, storages
-from .names import (
-    INPLACE_OPERATORS,
-    TRAILING_INPLACE,
-    is_plain,
-    name_of,
-    target_name,
-    trailing_inplace,
-)
+from .names import name_of, target_name, trailing_inplace
+from .search import made_of
 from .vocabulary import COPIES
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _GIVEN = ("placeholder", "get_attr")
 _REGRADES = frozenset(("detach_", "requires_grad_"))
-
-At = TypeVar("At")  # a node, or a tuple with one
-
-
-def _in_place(target: Any) -> bool:
-    """Whether the name shows that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
-    name = target_name(target)
-    if getattr(target, "__module__", "") == "_operator" or name.endswith("__"):
-        return name.strip("_") == "setitem" or name.strip("_") in INPLACE_OPERATORS
-    return name.endswith("_")
-
-
-# Functions with writes that their schemas do not declare: the argument that enables them, and the written arguments.
-_STATISTICS = ("running_mean", "running_var")
-_UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
-    "batch_norm": ("training", _STATISTICS),
-    "native_batch_norm": ("training", _STATISTICS),
-    "cudnn_batch_norm": ("training", _STATISTICS),
-    "miopen_batch_norm": ("training", _STATISTICS),
-    "instance_norm": ("use_input_stats", _STATISTICS),
-    "embedding": ("max_norm", ("weight",)),
-    "embedding_bag": ("max_norm", ("weight",)),
-}
-
-
-@functools.lru_cache(maxsize=4096)
-def _schemas(name: str) -> tuple[Any, ...]:
-    """Return the schemas of ATen's operators with a name."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return compat.schemas(packet)  # may be a method of any object, like "__eq__"
-
-
-class _Written(NamedTuple):
-    """An argument that a schema declares as written: its position (None if keyword-only), its name, and whether it is a
-    list of tensors."""
-
-    at: int | None
-    name: str
-    several: bool
-
-
-class _Habit(NamedTuple):
-    """The writes of a call as far as its target determines them, independent of the arguments.
-
-    operator: the target has schemas itself. foreign: its writes are unknown, as for NumPy's functions, and autograd
-    does not see them. first: its name shows that it writes its first argument. by_schema: the arguments that schemas
-    declare as written. unsaid: it may have writes that neither its name nor its schemas declare. quiet: it writes
-    nothing unless a keyword argument requests it.
-    """
-
-    name: str
-    operator: bool = False
-    foreign: bool = False
-    first: bool = False
-    by_schema: tuple[_Written, ...] = ()
-    unsaid: bool = False
-    quiet: bool = False
-
-
-@functools.lru_cache(maxsize=4096)
-def _habit(op: str, target: Any) -> _Habit:
-    own = getattr(target, "__name__", "")
-    name, known = target if op == "call_method" else own, compat.schemas(target)
-    if compat.is_higher_order(target):
-        return _Habit(name)
-    if not known and op == "call_function" and not is_plain(target):
-        return _Habit(name, foreign=True)
-    by_schema = dict.fromkeys(
-        _Written(None if arg.kwarg_only else at, arg.name, "List" in str(arg.type))
-        for schema in known or _schemas(name)
-        for at, arg in enumerate(schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    )
-    first = not known and _in_place(target)
-    unsaid = own.partition(".")[0] in _UNSAID
-    by_place = any(w.at is not None for w in by_schema) or name in TRAILING_INPLACE
-    quiet = not (first or unsaid or by_place)
-    return _Habit(name, bool(known), False, first, (*by_schema,), unsaid, quiet)
 
 
 def written(node: fx.Node) -> list[fx.Node]:
@@ -121,7 +35,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     target, args, kwargs = node.target, node.args, node.kwargs
-    habit = _habit(node.op, target)
+    habit = habit_of(node.op, target)
     if habit.quiet and not kwargs:
         return []
     if habit.foreign:
@@ -140,42 +54,8 @@ def written(node: fx.Node) -> list[fx.Node]:
         if isinstance(given, (tuple, list)) == several:
             out.append(given)  # else TorchScript's list function of this name
     if habit.unsaid:
-        out += _unsaid(target, args, kwargs)
+        out += unsaid(target, args, kwargs)
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
-
-
-def reached(
-    start: Iterable[At], step: Callable[[At], Iterable[At]], most: float = math.inf
-) -> Iterator[At]:
-    """Yield the nodes reachable from `start`, breadth first, each once. `step` returns the successors of a node."""
-    queue, seen = deque(start), set[At]()
-    while queue and len(seen) < most:
-        node = queue.popleft()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            queue += step(node)
-
-
-def taken_apart(whole: At, apart: Callable[[At], Sequence[At]], most: int = 32) -> list[At]:
-    """Return the parts of `whole` in order. `apart` returns the parts of one of them, or none.
-
-    Stops once there are more than `most` parts, because nested expressions such as `k & k` double their number at each
-    level.
-    """
-    found: list[At] = []
-    left = [whole]
-    while left and len(found) + len(left) <= most:
-        one = left.pop(0)
-        parts = apart(one)
-        found += [] if parts else [one]
-        left[:0] = parts
-    return found + left
-
-
-def made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the node and all nodes that it is computed from."""
-    return reached([node], lambda n: n.all_input_nodes)
 
 
 def gives_memory(node: fx.Node) -> bool:
@@ -224,20 +104,6 @@ def _writes_inputs(body: fx.GraphModule, uncounted: bool = False) -> bool:
         for t in ts
         if not uncounted or (by, t) in effects.uncounted
     )
-
-
-def _unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    name = getattr(target, "__name__", "").partition(".")[0]
-    when, names = _UNSAID[name]
-    try:
-        bound = inspect.signature(target).bind_partial(*args, **kwargs)
-        bound.apply_defaults()
-        given: Mapping[str, Any] = bound.arguments
-    except (TypeError, ValueError):
-        # A builtin has the parameters of ATen's schema, without defaults.
-        parameters = [a.name for schema in _schemas(name)[:1] for a in schema.arguments]
-        given = {**dict(zip(parameters, args)), **kwargs}
-    return [given.get(n) for n in names] if given.get(when) not in (False, None) else []
 
 
 def _is_result(writer: fx.Node, target: fx.Node) -> bool:
@@ -406,7 +272,7 @@ class Effects:
             (writer, target)
             for writer, targets in self.writers.items()
             for target in targets
-            if target in through_data or _habit(writer.op, writer.target).foreign
+            if target in through_data or habit_of(writer.op, writer.target).foreign
         }
 
     def given_and_written(self, node: fx.Node, since: fx.Node) -> fx.Node | None:

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from .. import compat
-from .effects import reached
 from .fakes import bounds
 from .indices import Taken, only_slices, taken
 from .names import Call
 from .no_match import once
+from .search import reached
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS

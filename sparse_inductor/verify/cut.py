@@ -21,10 +21,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from .. import compat
-from ..graph.effects import reached
 from ..graph.fakes import fake
 from ..graph.modes import DEVICES, Modes, modes_by_node, modes_now
 from ..graph.names import canonical, name_of
+from ..graph.search import reached
 from ..graph.values import ELEMENTWISE, REPEATS
 from ..graph.vocabulary import COPIES, VIEWS
 from .writes import may_write, with_writers

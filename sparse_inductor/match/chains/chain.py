@@ -21,12 +21,12 @@ from torch import fx
 from ...epilogue.functions import REALS, Interval
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Program, Step, simplified
-from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.indices import is_full
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.search import reached
 from ...graph.selection import Assigned
 from ...graph.shapes import Move, move, reshaped
 from ...graph.values import extreme, not_negative

@@ -11,8 +11,8 @@ from torch import fx
 
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Step, run
-from ...graph.effects import taken_apart
 from ...graph.no_match import NoMatch
+from ...graph.search import taken_apart
 from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
 from .epilogue_chain import Element, EpilogueChain, Term

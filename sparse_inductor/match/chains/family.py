@@ -9,12 +9,12 @@ from torch import fx
 
 from ... import compat
 from ...graph.contraction import PRODUCTS, contraction
-from ...graph.effects import reached
 from ...graph.fakes import attribute
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.names import name_of
 from ...graph.no_match import once, remembered
 from ...graph.scalars import RECTIFIERS
+from ...graph.search import reached
 from ...graph.values import is_parameter
 from ...graph.view import GraphView, fake
 from ...pattern import Miss

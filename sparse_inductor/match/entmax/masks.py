@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from ...graph.axes import Axis, Placed, above, beside, flat
-from ...graph.effects import taken_apart
 from ...graph.fakes import fake, same_size
 from ...graph.names import Call, stored
 from ...graph.no_match import if_matched, remembered
 from ...graph.scalars import constant_factor, sums
+from ...graph.search import taken_apart
 from ...graph.selection import Selection, selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression

@@ -18,11 +18,11 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, beside, flat
 from ...graph.contraction import Operand, contraction
-from ...graph.effects import reached
 from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor, sums
+from ...graph.search import reached
 from ...graph.values import extreme
 from ...graph.view import GraphView, label
 from ...graph.vocabulary import VIEWS

@@ -15,10 +15,10 @@ from torch import fx
 
 from ... import layers
 from ...graph.contraction import PRODUCTS
-from ...graph.effects import reached
 from ...graph.emit import own_operator
 from ...graph.fakes import attribute, bounds, fake, same_size, static_size
 from ...graph.no_match import NoMatch
+from ...graph.search import reached
 from ...graph.trial import Region, Untestable, run
 from ...graph.view import GraphView
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ...graph.effects import reached
 from ...graph.emit import Emitter
 from ...graph.fakes import expected, expected_elements
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
+from ...graph.search import reached
 from ...graph.values import counting, only_along
 from ...graph.view import GraphView, fake, label, same_sizes
 from ...graph.vocabulary import COPIES
