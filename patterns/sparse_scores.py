@@ -30,10 +30,10 @@ from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.graph.vocabulary import REORDERS
 from sparse_inductor.match.scoring.accumulate import ANCHORS, SIGNS, scores_of
-from sparse_inductor.match.scoring.contributions import ROWS, OfRows, contributions
 from sparse_inductor.match.scoring.postings import Postings, postings_of
 from sparse_inductor.match.scoring.scored import Scored
 from sparse_inductor.match.scoring.topk import Top, top_of
+from sparse_inductor.match.scoring.ways import ROWS, OfRows, contributions
 from sparse_inductor.pattern import Miss
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.unrest import Unrest, unrest_of

@@ -19,16 +19,10 @@ from ...graph.values import is_parameter
 from ...graph.view import GraphView, same_size, static_size
 from ..chains.family import may_be_above
 from .additions import ADDITIONS, accumulator_of, addition, check_one_row_each
-from .contributions import (
-    Contributions,
-    OfPairs,
-    OfRows,
-    contributions,
-    contributions_among,
-    multiplied,
-)
+from .contributions import Contributions
 from .gathers import LOOKUPS, Gather, gather_of, is_transposed, table_gradient
 from .scored import Scores
+from .ways import OfPairs, OfRows, contributions, contributions_among, multiplied
 
 
 def scores_of(view: GraphView, node: fx.Node) -> Scores | None:

@@ -23,9 +23,9 @@ from ...graph.values import progression
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, VIEWS
 from .additions import accumulator_of, addition, check_one_row_each, names_of
-from .contributions import contributions
 from .gathers import Gather, rows_of
 from .scored import Scored
+from .ways import contributions
 
 # Operations on documents after the look-up, which would have to be applied to the lists instead.
 _CHANGES = frozenset("where masked_fill clamp clamp_min clamp_max minimum maximum".split())
