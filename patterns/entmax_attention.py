@@ -33,8 +33,8 @@ from sparse_inductor.match.entmax.attention import (
     read_attention,
     relu_attention,
 )
-from sparse_inductor.match.entmax.layout import Attention
 from sparse_inductor.match.entmax.leaves import show_entmax
+from sparse_inductor.match.entmax.replacement import Attention
 from sparse_inductor.match.entmax.transform import SIGNS
 from sparse_inductor.pattern import Miss
 from sparse_inductor.policy.break_even import look_up

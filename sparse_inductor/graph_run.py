@@ -27,7 +27,6 @@ from .graph.modes import known
 from .graph.names import target_name
 from .graph.saved import copying_what_is_written
 from .graph.view import GraphView
-from .layouts import keep_apart, keep_layouts, layouts
 from .notices import described
 from .pattern import Match, Miss, Pattern, Sparse
 from .policy.decisions import Decisions
@@ -35,6 +34,7 @@ from .rehearsal import rehearse
 from .reporting.findings import Check, NearMiss, Rewrite, Shape
 from .reporting.records import Report
 from .reporting.source import of_the_entmax_package, source_of
+from .results import keep_apart, keep_layouts, layouts
 from .snapshot import Snapshot
 
 log = logging.getLogger("sparse_inductor")

@@ -12,7 +12,7 @@ import entmax as package
 import torch
 
 from planted.bug import Bug, Plant, gradient, instead, programs, result
-from sparse_inductor.match.entmax.layout import Attention
+from sparse_inductor.match.entmax.replacement import Attention
 from sparse_inductor.ops import _entmax_attention_aten as aten
 
 PATTERN = "entmax_attention"

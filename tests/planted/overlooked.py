@@ -29,7 +29,7 @@ from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.chains import comparisons
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.comparisons import Edge
-from sparse_inductor.match.entmax.layout import Attention
+from sparse_inductor.match.entmax.replacement import Attention
 from sparse_inductor.match.feed_forward import readers
 from sparse_inductor.match.scoring.scored import Scores
 from sparse_inductor.ops import _linear_max_aten as head

@@ -27,9 +27,9 @@ from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
 from ..chains.family import rectified_product
 from .form import form, own_sum
-from .layout import WIDTH, Attention
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import Probabilities, read_probabilities
+from .replacement import WIDTH, Attention
 from .scores import Scores, read_scores, scaled
 from .transform import may_be_there, transform
 

@@ -15,7 +15,7 @@ from ...graph.fakes import fake, same_size
 from ...graph.names import Call, stored
 from ...graph.no_match import if_matched, remembered
 from ...graph.scalars import constant_factor, sums
-from ...graph.search import taken_apart
+from ...graph.search import reached, taken_apart
 from ...graph.selection import Selection, selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression
@@ -170,20 +170,21 @@ def moderate(view: GraphView, bias: Placed) -> bool:
     value = _computed(view, bias.node)
     if value is not None and value.is_floating_point():
         return bool((value.double().abs() * abs(bias.factor) < 1e4).all())
-    queue, seen = [bias.node], set[fx.Node]()
-    while queue and len(seen) <= _ABOVE:
-        node = queue.pop()
-        if node in seen or not view.is_tensor(node):
-            continue
-        seen.add(node)
-        values = [view.value(n, node) for n in node.all_input_nodes]
-        if None in values:
-            return False
-        queue += values
+
+    def read(node: fx.Node) -> list[fx.Node | None]:
+        return [view.value(n, node) for n in node.all_input_nodes]
+
+    def above(node: fx.Node) -> list[fx.Node]:
+        return [n for n in read(node) if n is not None and view.is_tensor(n)]
+
+    def may_be_learnt(node: fx.Node) -> bool:
         given = not node.all_input_nodes and view.dtype(node).is_floating_point
-        if view.dtype(node) == torch.bool or (given and not view.requires_grad(node)):
-            return False
-    return not queue and any(map(view.requires_grad, seen))
+        numbers = view.dtype(node) != torch.bool and not (given and not view.requires_grad(node))
+        return numbers and None not in read(node)
+
+    seen = [*reached([bias.node], above, _ABOVE + 1)]
+    learnt = len(seen) <= _ABOVE and all(map(may_be_learnt, seen))
+    return learnt and any(map(view.requires_grad, seen))
 
 
 class Choice(NamedTuple):
