@@ -17,10 +17,10 @@ from torch import fx
 
 from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
-from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.fakes import expected, expected_elements, fake
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.entmax.form import ENDS, ends_here
 from sparse_inductor.match.entmax.leaves import show_entmax
 from sparse_inductor.match.entmax.transform import LEAVES, NOT_ENTMAX, SIGNS, Transform, transform

@@ -22,10 +22,10 @@ from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.contraction import PRODUCTS
 from sparse_inductor.graph.emit import Emitter
-from sparse_inductor.graph.fakes import expected_elements
+from sparse_inductor.graph.fakes import expected_elements, fake
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.chains.family import split_block
 from sparse_inductor.match.entmax.attention import (
     are_probabilities,

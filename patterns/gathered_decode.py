@@ -21,11 +21,18 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands
 from sparse_inductor.graph.contraction import PRODUCTS, Contraction, Operand, contraction
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
+from sparse_inductor.graph.fakes import (
+    bytes_of,
+    expected,
+    expected_elements,
+    fake,
+    same_size,
+    same_sizes,
+)
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import rounds
-from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.graph.vocabulary import COPIES, REGROUPS
 from sparse_inductor.match.feed_forward.entries import topk_of
 from sparse_inductor.match.scoring.gathers import Gather, rows_of, table_gradient

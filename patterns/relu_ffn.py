@@ -29,13 +29,13 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_device, check_match, outside_no_grad
 from sparse_inductor.graph.contraction import PRODUCTS, contraction
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.fakes import expected, expected_elements, fake
 from sparse_inductor.graph.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.graph.mesh import is_distributed
 from sparse_inductor.graph.no_match import NoMatch, first_match
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.view import GraphView, label
 from sparse_inductor.graph.vocabulary import COMPARISONS
 from sparse_inductor.match.chains.epilogue_chain import Term
 from sparse_inductor.match.chains.family import may_be_above, rectified_product, split_block

@@ -19,11 +19,11 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.contraction import LAST_AXIS_PRODUCTS
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import bytes_of
+from sparse_inductor.graph.fakes import bytes_of, fake
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.feed_forward.entries import (
     SCATTERS,
     Entries,

@@ -23,10 +23,11 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.contraction import LAST_AXIS_PRODUCTS
 from sparse_inductor.graph.emit import Emitter, own_operator
+from sparse_inductor.graph.fakes import fake
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.chains.family import may_be_above
 from sparse_inductor.match.feed_forward.entries import (
     ACTIVATES,

@@ -23,11 +23,11 @@ from sparse_inductor.example import examples_of
 from sparse_inductor.graph.axes import flat, fresh
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import expected, expected_elements, static_size
+from sparse_inductor.graph.fakes import expected, expected_elements, fake, static_size
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import matched_nodes
-from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.graph.vocabulary import REORDERS
 from sparse_inductor.match.scoring.accumulate import ANCHORS, SIGNS, scores_of
 from sparse_inductor.match.scoring.postings import Postings, postings_of

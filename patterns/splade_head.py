@@ -27,13 +27,13 @@ from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_st
 from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.fakes import expected, expected_elements, fake, same_size, same_sizes
 from sparse_inductor.graph.gemm import Linear
 from sparse_inductor.graph.no_match import NoMatch, first_match
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.shapes import OutputsReshaped, order_of
 from sparse_inductor.graph.values import is_parameter, matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.graph.vocabulary import NEGATIONS, REGROUPS, SPREADS
 from sparse_inductor.match.chains.backward_walk import Spread, walk_back
 from sparse_inductor.match.chains.chain import Chain

@@ -21,9 +21,10 @@ from sparse_inductor.epilogue.steps import Step
 from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter, own_operator
+from sparse_inductor.graph.fakes import fake
 from sparse_inductor.graph.no_match import NoMatch, if_matched
 from sparse_inductor.graph.recogniser import Recogniser
-from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.view import GraphView, label
 from sparse_inductor.graph.vocabulary import COPIES
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain

@@ -24,11 +24,12 @@ import torch
 from torch import fx
 
 from .graph.emit import Emitter
+from .graph.fakes import fake
 from .graph.names import canonical
 from .graph.recogniser import Recogniser
 from .graph.signatures import SIGNATURES
 from .graph.values import matched_nodes
-from .graph.view import GraphView, fake, label
+from .graph.view import GraphView, label
 from .pattern import Example, Miss
 
 __all__ = ["Template"]

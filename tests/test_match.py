@@ -17,12 +17,13 @@ from sparse_inductor.patterns.splade_head import PATTERN
 from torch import fx, nn
 
 from sparse_inductor.graph.emit import Emitter, own_operator
+from sparse_inductor.graph.fakes import fake
 from sparse_inductor.graph.gemm import linears
 from sparse_inductor.graph.names import canonical
 from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.shapes import move
 from sparse_inductor.graph.values import uniform
-from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.chains.family import above, may_be_above
 from sparse_inductor.pattern import registered
 from sparse_inductor.reporting.records import Report

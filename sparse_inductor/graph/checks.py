@@ -12,12 +12,12 @@ from .. import compat
 from ..pattern import Match, Miss
 from .contraction import PRODUCTS
 from .effects import gives_memory, writes_past_autograd
-from .fakes import tensors_in
+from .fakes import fake, tensors_in
 from .mesh import is_distributed
 from .names import stored
 from .no_match import NoMatch
 from .search import made_of
-from .view import GraphView, fake, label
+from .view import GraphView, label
 from .vocabulary import SHAPE_OPS
 
 _DEVICES = ("cpu", "cuda")

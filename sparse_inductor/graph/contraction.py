@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import fx
 
+from .fakes import same_size
 from .indices import listed
 from .names import Call
 from .no_match import remembered
-from .view import GraphView, same_size
+from .view import GraphView
 
 Letters = tuple[str | None, ...]
 

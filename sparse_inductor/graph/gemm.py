@@ -21,6 +21,7 @@ from torch import fx
 from .axes import Atom, Placed
 from .contraction import PRODUCTS, Contraction, Letters, Operand, contraction
 from .emit import Emitter, Make
+from .fakes import fake, same_sizes
 from .indices import is_full, taken
 from .layout import laid_out
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
@@ -28,7 +29,7 @@ from .no_match import remembered
 from .parts import entry_of_axis
 from .shapes import order_of
 from .values import is_parameter, only_along, uniform
-from .view import GraphView, fake, label, same_sizes
+from .view import GraphView, label
 from .vocabulary import COPIES, SPREADS
 
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from .fakes import fake
+from .fakes import fake, same_size
 from .names import Call
-from .view import GraphView, same_size
+from .view import GraphView
 from .vocabulary import PARTS, PICKS
 
 

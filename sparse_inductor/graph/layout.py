@@ -10,8 +10,8 @@ from torch import fx
 
 from .axes import Atom, Placed, flat
 from .emit import Emitter
+from .fakes import static_size
 from .no_match import NoMatch
-from .view import static_size
 
 
 def laid_out(

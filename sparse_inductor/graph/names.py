@@ -18,6 +18,7 @@ from torch import fx
 
 from .. import compat
 from ..epilogue.functions import FUNCTIONS
+from ..facts import NAMESPACE
 from .fakes import fake
 from .signatures import SIGNATURES, bind
 
@@ -149,7 +150,7 @@ def target_name(target: Any) -> str:
 
 def is_operator(node: fx.Node) -> bool:
     """Whether a node calls an operator of this package."""
-    return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"
+    return compat.is_overload(node.target) and node.target.namespace == NAMESPACE
 
 
 def is_plain(target: Any) -> bool:

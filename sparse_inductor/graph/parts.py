@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from .axes import Atom, regrouped
+from .fakes import same_size, static_size
 from .indices import taken
 from .names import Call
 from .no_match import if_matched
 from .shapes import order_of
-from .view import GraphView, same_size, static_size
+from .view import GraphView
 from .vocabulary import COPIES, PICKS, REGROUPS
 
 

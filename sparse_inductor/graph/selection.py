@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from .fakes import same_size
 from .indices import items_of
 from .names import Call
-from .view import GraphView, same_size
+from .view import GraphView
 
 SELECTIONS = frozenset("where masked_fill setitem index_put index_fill".split())
 

@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from .emit import Emitter
+from .fakes import fake, same_size, same_sizes, static_size
 from .indices import Taken, listed, taken
 from .names import Call
 from .no_match import NoMatch
-from .view import GraphView, fake, label, same_size, same_sizes, static_size
+from .view import GraphView, label
 
 
 class OutputsReshaped(NoMatch):

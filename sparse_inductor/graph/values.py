@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from .. import compat
-from .fakes import bounds
+from .fakes import bounds, fake, same_size, same_sizes, static_size
 from .indices import Taken, only_slices, taken
 from .names import Call
 from .no_match import once
 from .search import reached
 from .shapes import order_of
-from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
+from .view import CONSTANT_LIKE, GraphView
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS
 
 _OF_A_PARAMETER = VIEWS | COPIES | {"cast", "detach", "mul"}

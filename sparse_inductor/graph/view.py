@@ -13,14 +13,10 @@ from torch import fx
 
 from .. import compat
 from .effects import Effects
-from .fakes import fake, same_size, same_sizes, static_size
+from .fakes import fake, same_sizes
 from .modes import changes_grad_mode, modes_by_node, modes_now
 from .names import NO_CALL, Call, canonical, is_plain, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
-
-__all__ = [
-    "CONSTANT_LIKE", "GraphView", "Unknown", "fake", "label", "rounded", "same_size", "same_sizes", "static_size",
-]  # fmt: skip
 
 CONSTANT_LIKE = frozenset(
     "full_like zeros_like ones_like new_full new_zeros new_ones new_tensor".split()

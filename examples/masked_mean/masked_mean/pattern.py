@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_inductor import Template
-from sparse_inductor.graph.view import fake
+from sparse_inductor.graph.fakes import fake
 from sparse_inductor.pattern import Example
 
 from . import op  # noqa: F401  (defines the operator)

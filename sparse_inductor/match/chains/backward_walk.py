@@ -16,6 +16,7 @@ from torch import fx
 from ... import compat
 from ...epilogue.steps import Step
 from ...graph.contraction import Letters, contraction
+from ...graph.fakes import fake, same_size
 from ...graph.gemm import entry_of_stack, linears, why_not_linear
 from ...graph.indices import listed, taken
 from ...graph.mesh import redistributed
@@ -25,7 +26,7 @@ from ...graph.parts import detour
 from ...graph.scalars import Scaled, number, scalar_steps, sums
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import rounds
-from ...graph.view import GraphView, fake, label, same_size
+from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 from .comparisons import kept
 from .epilogue_chain import (

@@ -22,6 +22,7 @@ from ...epilogue.functions import REALS, Interval
 from ...epilogue.ranges import prove
 from ...epilogue.steps import Program, Step, simplified
 from ...graph.emit import Emitter
+from ...graph.fakes import fake, same_size
 from ...graph.gemm import Linear
 from ...graph.indices import is_full
 from ...graph.names import Call
@@ -30,7 +31,7 @@ from ...graph.search import reached
 from ...graph.selection import Assigned
 from ...graph.shapes import Move, move, reshaped
 from ...graph.values import extreme, not_negative
-from ...graph.view import GraphView, fake, label, same_size
+from ...graph.view import GraphView, label
 from .epilogue_chain import Element, EpilogueChain, Fill, Normalised, Term
 from .kinds import Frame, Kind, kind_of
 from .terms import Pair, applied, combined, prepared, raised, scaled, selected, widened

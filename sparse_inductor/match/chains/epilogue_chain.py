@@ -19,12 +19,13 @@ from torch import fx
 
 from ...epilogue.steps import Step
 from ...graph.emit import Emitter, Make, same_made
+from ...graph.fakes import fake, same_size
 from ...graph.gemm import Linear
 from ...graph.names import Call
 from ...graph.parts import parts_of
 from ...graph.selection import Assigned
 from ...graph.values import extreme
-from ...graph.view import GraphView, fake, same_size
+from ...graph.view import GraphView
 
 # With a smaller factor, weights of about 0.01 lose digits in fp16: its smallest normal number is 2**-14.
 _LEAST_IN_FP16 = 2.0**-8

@@ -9,14 +9,14 @@ from torch import fx
 
 from ... import compat
 from ...graph.contraction import PRODUCTS, contraction
-from ...graph.fakes import attribute
+from ...graph.fakes import attribute, fake
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.names import name_of
 from ...graph.no_match import once, remembered
 from ...graph.scalars import RECTIFIERS
 from ...graph.search import reached
 from ...graph.values import is_parameter
-from ...graph.view import GraphView, fake
+from ...graph.view import GraphView
 from ...pattern import Miss
 
 _RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())

@@ -6,11 +6,12 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
+from ...graph.fakes import same_size
 from ...graph.indices import is_full
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned
 from ...graph.values import uniform
-from ...graph.view import GraphView, label, same_size
+from ...graph.view import GraphView, label
 from .backward_walk import walk_back
 from .comparisons import is_comparison, unwrapped
 from .epilogue_chain import Fill, Normalised

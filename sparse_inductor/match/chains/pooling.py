@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ...epilogue.functions import FUNCTIONS
+from ...graph.fakes import fake, same_size, same_sizes
 from ...graph.gemm import linears
 from ...graph.indices import listed, taken
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.parts import Part, entries_of, entry_of_axis
 from ...graph.search import reached
-from ...graph.view import GraphView, fake, same_size, same_sizes
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, VIEWS
 from .backward_walk import walk_back
 from .chain import Chain

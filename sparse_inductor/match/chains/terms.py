@@ -12,7 +12,7 @@ from torch import fx
 
 from ...epilogue.steps import Step
 from ...graph.emit import Emitter
-from ...graph.view import fake
+from ...graph.fakes import fake
 from .epilogue_chain import Term
 
 Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]

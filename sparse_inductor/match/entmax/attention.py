@@ -20,9 +20,10 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals, regrouped
 from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.fakes import same_size
 from ...graph.no_match import NoMatch, changed, if_matched
 from ...graph.values import is_parameter, made_of_parameters, rounds
-from ...graph.view import GraphView, same_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
 from ..chains.family import rectified_product

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from ...graph.fakes import same_size
 from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, remembered
 from ...graph.scalars import RECTIFIER_STEPS, constant_factor, scalar_steps, sums
 from ...graph.values import drowns
-from ...graph.view import GraphView, same_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
 from .masks import masked
 

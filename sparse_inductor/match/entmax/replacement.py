@@ -18,11 +18,11 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.contraction import Contraction
 from ...graph.emit import Emitter, own_operator
-from ...graph.fakes import bytes_of
+from ...graph.fakes import bytes_of, fake
 from ...graph.layout import laid_out, size_of
 from ...graph.saved import for_the_caller
 from ...graph.values import matched_nodes
-from ...graph.view import GraphView, fake
+from ...graph.view import GraphView
 from ...pattern import Sparse
 from .scores import ABSORBS, Scores
 from .transform import Transform, given_alpha

@@ -20,13 +20,14 @@ from torch import fx
 from ... import compat
 from ...graph.axes import Axis, Placed, above, beside
 from ...graph.contraction import PRODUCTS, Contraction, contraction
+from ...graph.fakes import fake
 from ...graph.indices import is_full
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, changed, first_match
 from ...graph.scalars import constant_factor, sums
 from ...graph.selection import SELECTIONS, Assigned, selections
 from ...graph.values import drowns, extreme, rounds
-from ...graph.view import GraphView, fake, label, rounded
+from ...graph.view import GraphView, label, rounded
 from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
 

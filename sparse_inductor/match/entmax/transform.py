@@ -21,14 +21,14 @@ from torch import fx
 
 from ...graph.axes import flat, fresh, originals
 from ...graph.emit import Emitter, own_operator
-from ...graph.fakes import attribute, bytes_of
+from ...graph.fakes import attribute, bytes_of, fake, same_size
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, if_matched, once, remembered
 from ...graph.saved import for_the_caller
 from ...graph.scalars import RECTIFIERS
 from ...graph.trial import Region, region
 from ...graph.values import matched_nodes, rounds
-from ...graph.view import GraphView, Unknown, fake, same_size
+from ...graph.view import GraphView, Unknown
 from ...graph.vocabulary import COMPARISONS, COPIES, SPREADS
 from ...pattern import Sparse
 from ..chains.terms import widened

@@ -13,13 +13,13 @@ from ...epilogue.functions import FUNCTIONS
 from ...epilogue.ranges import undefined
 from ...epilogue.zero_threshold import zero_threshold
 from ...graph.contraction import lettered
-from ...graph.fakes import expected_elements
+from ...graph.fakes import expected_elements, fake, static_size
 from ...graph.gemm import Linear, linears
 from ...graph.mesh import is_distributed
 from ...graph.no_match import NoMatch, if_matched, matches
 from ...graph.scalars import RECTIFIERS, sums
 from ...graph.search import reached
-from ...graph.view import GraphView, fake, static_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term

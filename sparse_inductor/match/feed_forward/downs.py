@@ -10,9 +10,8 @@ import torch
 from torch import fx
 
 from ...graph.emit import Emitter
-from ...graph.fakes import memory_order
+from ...graph.fakes import fake, memory_order
 from ...graph.gemm import Linear
-from ...graph.view import fake
 from ..chains.terms import combined, widened
 from .block import Reading
 

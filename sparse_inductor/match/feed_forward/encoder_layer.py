@@ -19,10 +19,10 @@ from ... import compat
 from ...epilogue.steps import Step, render
 from ...graph.checks import check_device
 from ...graph.emit import Emitter, own_operator
-from ...graph.fakes import same_size
+from ...graph.fakes import fake, same_size
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.view import GraphView, fake
+from ...graph.view import GraphView
 from ...pattern import Sparse
 
 NAME = "_transformer_encoder_layer_fwd"

@@ -15,14 +15,14 @@ import torch
 from torch import fx
 
 from ...graph.emit import Emitter
-from ...graph.fakes import expected, expected_elements
+from ...graph.fakes import expected, expected_elements, fake, same_sizes
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
 from ...graph.search import reached
 from ...graph.values import counting, only_along
-from ...graph.view import GraphView, fake, label, same_sizes
+from ...graph.view import GraphView, label
 from ...graph.vocabulary import COPIES
 from .block import RECTIFIER_CALLS
 

@@ -20,12 +20,13 @@ from ...graph.axes import Atom, Axis, flat, regrouped
 from ...graph.checks import outside_readers
 from ...graph.contraction import PRODUCTS, contraction
 from ...graph.emit import Emitter, Make, made_again
+from ...graph.fakes import fake, same_sizes
 from ...graph.gemm import Linear, linears
 from ...graph.indices import listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import matched_nodes, not_negative, only_along, rounds
-from ...graph.view import GraphView, fake, label, same_sizes
+from ...graph.view import GraphView, label
 from ...graph.vocabulary import COPIES, PARTS, REGROUPS, SHAPE_OPS
 from .block import Reading, activation
 

@@ -12,11 +12,12 @@ from torch import fx
 from ...graph.axes import Atom, Axis, Placed, flat, fresh
 from ...graph.contraction import contraction, lettered
 from ...graph.emit import Emitter, Make
+from ...graph.fakes import same_size, static_size
 from ...graph.indices import items_of, listed
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import is_parameter
-from ...graph.view import GraphView, same_size, static_size
+from ...graph.view import GraphView
 from ..chains.family import may_be_above
 from .additions import ADDITIONS, accumulator_of, addition, check_one_row_each
 from .contributions import Contributions

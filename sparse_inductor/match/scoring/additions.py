@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, flat, fresh
+from ...graph.fakes import fake, same_size, static_size
 from ...graph.memory import same_geometry
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import counting
-from ...graph.view import GraphView, fake, same_size, static_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, REGROUPS
 
 _CLEARS = frozenset(("zero", "fill"))

@@ -16,11 +16,12 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.emit import Emitter
+from ...graph.fakes import fake
 from ...graph.layout import at_first, laid_out
 from ...graph.names import stored
 from ...graph.no_match import NoMatch
 from ...graph.values import extreme, uniform
-from ...graph.view import GraphView, fake
+from ...graph.view import GraphView
 from .gathers import VOCABULARY, Gather
 
 Axes = tuple[Axis, ...]

@@ -14,10 +14,11 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed
 from ...graph.emit import Emitter
+from ...graph.fakes import fake, same_size
 from ...graph.indices import expanded_index, is_full
 from ...graph.names import Call
 from ...graph.values import counting, is_parameter, uniform
-from ...graph.view import GraphView, fake, same_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, REORDERS
 
 LOOKUPS = frozenset("index index_select gather take_along_dim take embedding".split())

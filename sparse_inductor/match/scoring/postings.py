@@ -17,10 +17,11 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, flat
 from ...graph.emit import Emitter, own_operator
+from ...graph.fakes import fake, same_size
 from ...graph.names import Call
 from ...graph.no_match import NoMatch, if_matched
 from ...graph.values import progression
-from ...graph.view import GraphView, fake, same_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, VIEWS
 from .additions import accumulator_of, addition, check_one_row_each, names_of
 from .gathers import Gather, rows_of

@@ -13,10 +13,10 @@ from torch import fx
 from ... import compat
 from ...graph.axes import Atom, Axis, Placed, flat
 from ...graph.emit import Emitter, Make, own_operator
+from ...graph.fakes import fake
 from ...graph.layout import laid_out
 from ...graph.names import canonical, name_of
 from ...graph.no_match import NoMatch
-from ...graph.view import fake
 from ...graph.vocabulary import REGROUPS, REORDERS
 from .additions import ADDITIONS
 from .contributions import Contributions

@@ -11,10 +11,11 @@ from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, above, before, flat, fresh
 from ...graph.emit import Emitter
+from ...graph.fakes import fake, static_size
 from ...graph.layout import laid_out
 from ...graph.no_match import NoMatch
 from ...graph.parts import part_of
-from ...graph.view import GraphView, fake, static_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, VIEWS
 from .scored import Scored
 

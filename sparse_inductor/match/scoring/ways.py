@@ -14,11 +14,12 @@ from torch import fx
 
 from ...graph.axes import Axis, Placed, above, flat
 from ...graph.contraction import Operand, contraction
+from ...graph.fakes import fake, same_size
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import is_parameter, rounds
-from ...graph.view import GraphView, fake, same_size
+from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, VIEWS
 from ..chains.family import may_be_above
 from .contributions import Axes, Contributions
