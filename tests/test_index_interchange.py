@@ -162,6 +162,9 @@ def test_a_damaged_file_is_refused(tmp_path):
         (tmp_path / "x").write_bytes(data[:size])
         with pytest.raises(ValueError, match="x is "):
             read_ciff(tmp_path / "x")
+    (tmp_path / "x").write_bytes(bytes([4, 16, 0, 24, 1, 3, 18, 1, 255]))  # a name that is no text
+    with pytest.raises(ValueError, match="x is not a CIFF file, or damaged"):
+        read_ciff(tmp_path / "x")
     draw = np.random.default_rng(0)
     for _ in range(300):  # any bytes raise nothing but ValueError
         data = bytearray(draw.bytes(40))
@@ -190,6 +193,12 @@ def test_lines_are_what_anserini_reads(tmp_path):
     (lambda i, p: write_ciff(i, p, scale=1e9), "makes the largest weight"),
     (lambda i, p: write_impacts(i, p, terms=["a b", *TERMS[1:]]), "white space"),
     (lambda i, p: write_ciff(SparseIndex.build(-torch.eye(V)), p), "weight of -1.0"),
+    (lambda i, p: write_ciff(i, p, bits="8"), "bits must be an int, got '8'"),
+    (lambda i, p: write_impacts(i, p, bits=7.5), "bits must be an int, got 7.5"),
+    (lambda i, p: write_ciff(i, p, scale="a"), "scale must be a number and not NaN, got 'a'"),
+    (lambda i, p: write_ciff(i, p, scale=0), "scale must be finite and above 0, got 0"),
+    (lambda i, p: read_impacts(p, scale=0), "scale must be finite and above 0, got 0"),
+    (lambda i, p: (write_ciff(i, p), read_ciff(p, scale=float("inf"))), "above 0, got inf"),
     (lambda i, p: read_impacts(p, terms=["x"]), "not in terms"),
     (lambda i, p: (write_ciff(i, p), read_ciff(p, terms=["x"])), "not in terms"),
 ])  # fmt: skip
@@ -200,7 +209,31 @@ def test_what_is_refused(tmp_path, work, said):
         work(index, tmp_path / "x")
 
 
-def test_a_line_that_is_no_document_is_named(tmp_path):
-    (tmp_path / "x").write_text('{"id": 1, "vector": {}}\n{"id": 2}\n')
+@pytest.mark.parametrize(("work", "said"), [
+    (lambda i, p: write_ciff(i, p, terms=range(V)), "terms must be strings, got 0"),
+    (lambda i, p: write_impacts(i, p, names=5), "names must be a list of strings, got 5"),
+    (lambda i, p: write_impacts(i, p, terms="abcdefghijkl"), "terms must be a list of strings"),
+    (lambda i, p: read_ciff(p, terms=5), "terms must be a list of strings, got 5"),
+])  # fmt: skip
+def test_names_that_are_no_strings(tmp_path, work, said):
+    index, _ = collection()
+    write_ciff(index, tmp_path / "x")
+    with pytest.raises(TypeError, match=said):
+        work(index, tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ', "vector": {"a": "1"}', ', "vector": {"a": 1' + "0" * 400 + "}"]
+)
+def test_a_line_that_is_no_document_is_named(tmp_path, rest):
+    (tmp_path / "x").write_text('{"id": 1, "vector": {}}\n{"id": 2' + rest + "}\n")
     with pytest.raises(ValueError, match="line 2: expected"):
         read_impacts(tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["x", "x.gz"])
+def test_a_damaged_file_of_lines_is_named(tmp_path, name):
+    whole = b'{"id": 1, "vector": {"a": 1}}\n'
+    (tmp_path / name).write_bytes(gzip.compress(whole)[:-9] if name == "x.gz" else whole + b"\xff")
+    with pytest.raises(ValueError, match=f"{name} is damaged after line"):
+        read_impacts(tmp_path / name)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from .impacts import FilePath, Imported, ids_of, impacts_of
+from .impacts import FilePath, Imported, as_scale, ids_of, impacts_of
 from .segment import Postings, Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
@@ -99,6 +99,7 @@ def read_ciff(
         FileNotFoundError: the file does not exist.
         ValueError: the file is truncated or not a CIFF file, or has a term that is not in `terms`.
     """
+    scale = as_scale(scale)
     lists, names = _parsed(path)
     known = None if terms is None else ids_of(terms)
     ids = []
@@ -187,7 +188,8 @@ def _parsed(path: FilePath) -> tuple[list[tuple[str, np.ndarray, np.ndarray]], l
             for _ in range(count):
                 record = _message(file, path)
                 names[record.get(1, 0)] = record.get(2, b"").decode()
-        except (TypeError, AttributeError, IndexError):  # for example, a text in place of a number
+        # For example, a text in place of a number, or bytes that are no text.
+        except (TypeError, AttributeError, IndexError, UnicodeDecodeError):
             raise damaged from None
     return found, names
 

@@ -10,11 +10,14 @@ import itertools
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
+from .documents import as_float, as_int
+from .named import strings
 from .segment import Segment
 from .sources import Rows
 from .sparse_index import SparseIndex
@@ -88,19 +91,20 @@ def read_impacts(
     be whole numbers.
     """
     known = ids_of(terms) if terms is not None else {}
+    scale = as_scale(scale)
     if terms is None:
-        for _, vector in _lines(path):
+        for _, vector in _lines(path, scale):
             for word in vector:
                 known.setdefault(word, len(known))
     names: list[str] = []
 
     def documents() -> Iterator[tuple[list[int], list[float]]]:
-        for name, vector in _lines(path):
+        for name, vector in _lines(path, scale):
             names.append(name)
             lost = next((word for word in vector if word not in known), None)
             if lost is not None:
                 raise ValueError(f"{path} has the term {lost!r}, which is not in terms")
-            yield [known[word] for word in vector], [w / scale for w in vector.values()]
+            yield [known[word] for word in vector], [*vector.values()]
 
     index = SparseIndex.build(
         documents(), num_terms=max(len(known), 1), weights=weights, device=device
@@ -112,20 +116,23 @@ def _is_packed(path: FilePath) -> bool:
     return os.fspath(path).endswith(".gz")
 
 
-def _lines(path: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(path: FilePath, scale: float) -> Iterator[tuple[str, dict[str, float]]]:
     opened = gzip.open if _is_packed(path) else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-                name, vector = str(line["id"]), line["vector"].items()
-            except (ValueError, TypeError, KeyError, AttributeError):
-                raise ValueError(
-                    f'{path}, line {number}: expected {{"id": ..., "vector": {{...}}}}'
-                ) from None
-            yield name, dict(vector)
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for text in file:
+                number += 1
+                if text.strip():
+                    line = json.loads(text)
+                    vector = {word: w / scale for word, w in line["vector"].items()}
+                    yield str(line["id"]), vector
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged after line {number}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        raise ValueError(
+            f'{path}, line {number}: expected {{"id": ..., "vector": {{term: weight, ...}}}}'
+        ) from None
 
 
 # Shared with other formats
@@ -133,14 +140,22 @@ def _lines(path: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def labels_of(given: Sequence[str] | None, count: int, what: str) -> list[str]:
     """Return `count` distinct strings, one for each id; default the ids as decimals."""
-    labels = [str(i) for i in range(count)] if given is None else list(given)
+    labels = [str(i) for i in range(count)] if given is None else strings(given, what)
     if len(labels) != count or len({*labels}) != count:
         raise ValueError(f"{what} must be {count} different strings, got {len({*labels})}")
     return labels
 
 
 def ids_of(terms: Sequence[str]) -> dict[str, int]:
-    return {word: at for at, word in enumerate(labels_of(terms, len(terms), "terms"))}
+    words = strings(terms, "terms")
+    return {word: at for at, word in enumerate(labels_of(words, len(words), "terms"))}
+
+
+def as_scale(value: Any) -> float:
+    scale = as_float(value, "scale")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be finite and above 0, got {value!r}")
+    return scale
 
 
 class Impacts(NamedTuple):
@@ -172,11 +187,12 @@ def impacts_of(
             low, high = min(low, float(least)), max(high, float(most))
     if low < 0:
         raise ValueError(f"impacts cannot be negative, and the index has a weight of {low}")
-    if not 1 <= bits <= _BITS:
+    if not 1 <= as_int(bits, "bits") <= _BITS:
         raise ValueError(f"bits must be 1 to {_BITS}, got {bits}")
     if scale is None:
         scale = (2**bits - 1) / high if high else 1.0
-    if not (0 < scale < math.inf) or round(scale * high) >= 1 << _BITS:
+    scale = as_scale(scale)
+    if scale * high >= (1 << _BITS) - 0.5:
         raise ValueError(
             f"scale {scale} makes the largest weight, {high:g}, an impact of {scale * high:g}, beyond {_BITS} bits"
         )

@@ -78,7 +78,7 @@ class NamedIndex:
         Raises ValueError if the numbers of names and documents differ or a name is given twice, TypeError for a name
         that is not a string, and the errors of `SparseIndex.append`; the index is then unchanged.
         """
-        given = _strings(names)
+        given = strings(names)
         if len({*given}) < len(given):
             raise ValueError("a name is given twice")
         segments = self.index._prepare(documents, 0)
@@ -98,7 +98,7 @@ class NamedIndex:
 
     def delete(self, names: Iterable[str]) -> int:
         """Delete documents and return how many of them existed. Raises TypeError for a name that is not a string."""
-        given = {*_strings(names)}
+        given = {*strings(names)}
         with self._writing:
             index, _, numbers = self._held
             there = [name for name in given if name in numbers]
@@ -132,7 +132,7 @@ class NamedIndex:
                 index = copy.copy(index)
                 for kind, some in (("allow", allow), ("deny", deny)):
                     if some is not None:
-                        given = _strings(some)
+                        given = strings(some)
                         filters[kind] = [numbers[name] for name in given if name in numbers]
         scores, ids = index.search(queries, k, offset=offset, min_score=min_score, **filters)
         return [
@@ -185,13 +185,13 @@ class NamedIndex:
         return index
 
 
-def _strings(names: Iterable[str]) -> list[str]:
+def strings(names: Iterable[str], what: str = "names") -> list[str]:
     if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
-        raise TypeError(f"names must be a list of strings, got {names!r}")
+        raise TypeError(f"{what} must be a list of strings, got {names!r}")
     given = list(names)
     for name in given:
         if not isinstance(name, str):
-            raise TypeError(f"names must be strings, got {name!r}")
+            raise TypeError(f"{what} must be strings, got {name!r}")
     return given
 
 
