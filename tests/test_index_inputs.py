@@ -469,6 +469,7 @@ def test_documents_are_deleted_by_ids_or_by_a_mask(ids):
     (5, TypeError, "got int 5"),
     (torch.tensor([1.0]), TypeError, "must be integers, got torch.float32"),
     (np.array([1.7]), TypeError, "must be integers, got torch.float64"),
+    (np.array(["a"]), TypeError, "a document id must be an int, got .*'a'"),
     (torch.tensor([1], dtype=torch.uint8), TypeError, "is it a mask"),
     (torch.ones(8, dtype=torch.bool), IndexError, r"shape \(9,\).* got \(8,\)"),
     ([True, False], IndexError, r"shape \(9,\)"),
@@ -494,8 +495,9 @@ def test_deleting_nothing():
 def test_a_bad_number_of_terms_is_named(num_terms):
     with pytest.raises(ValueError, match="num_terms must be"):
         SparseIndex(num_terms)
-    with pytest.raises(ValueError, match="weights must be one of"):
-        SparseIndex(V, weights="int4")
+    for weights in ("int4", ["int8"]):
+        with pytest.raises(ValueError, match="weights must be one of"):
+            SparseIndex(V, weights=weights)
 
 
 def test_copies_are_of_their_own():

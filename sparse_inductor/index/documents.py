@@ -79,7 +79,7 @@ def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
 def _named(documents: Any, argument: str, count: int) -> Tensor:
     """Convert an argument to a tensor: a boolean mask, or values that should be ids. An empty argument becomes an empty
     tensor of ids unless it is boolean."""
-    if isinstance(documents, np.ndarray):
+    if isinstance(documents, np.ndarray) and documents.dtype.kind in "biufc":
         documents = from_array(documents)
     elif not isinstance(documents, torch.Tensor):
         documents = _listed(documents, argument, count)

@@ -185,7 +185,7 @@ def checked_kind(num_terms: Any, weights: str) -> tuple[int, str]:
     num_terms = as_int(num_terms, "num_terms")
     if not 0 < num_terms <= _MOST_TERMS:
         raise ValueError(f"num_terms must be from 1 to {_MOST_TERMS}, got {num_terms}")
-    if weights not in WEIGHTS:
+    if weights not in [*WEIGHTS]:  # a list, because the argument may be unhashable
         raise ValueError(f"weights must be one of {sorted(WEIGHTS)}, got {weights!r}")
     return num_terms, weights
 
