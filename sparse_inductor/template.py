@@ -16,7 +16,6 @@ variants, or if something has to be proved, write a `Pattern` with its own `matc
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torch import fx
 
 from .graph.emit import Emitter
-from .graph.fakes import fake
+from .graph.fakes import fake, same_sizes
 from .graph.names import canonical
 from .graph.recogniser import Recogniser
 from .graph.signatures import SIGNATURES
@@ -74,7 +73,7 @@ class TemplateMatch:
                 values[node] = emitter.again(node, values)
         was, now = fake(self.anchor), fake(new)
         new = emitter.cast(new, was.dtype)
-        if now.dim() != was.dim():
+        if not same_sizes(now.shape, was.shape):
             raise ValueError(
                 f"template {self.template.name}: the replacement has shape {list(now.shape)}, "
                 f"what was found {list(was.shape)}"
@@ -113,11 +112,16 @@ class Template(Recogniser):
         self.examples, self.near_misses = tuple(examples), tuple(near_misses)
         self.functions = tuple(f for f in (search, replacement, check) if f is not None)
         self._check = check
-        parameters = list(inspect.signature(search).parameters)
-        if list(inspect.signature(replacement).parameters) != parameters:
-            raise TypeError(f"template {name}: search and replacement take different parameters")
         self.searched = _trace(search, name)
         self.replaced_by = _trace(replacement, name)
+        mine, theirs = (
+            [n.target for n in g.nodes if n.op == "placeholder"]
+            for g in (self.searched, self.replaced_by)
+        )
+        if mine != theirs:
+            raise TypeError(f"template {name}: search and replacement take different parameters")
+        if not isinstance(self.replaced_by.output_node().args[0], fx.Node):
+            raise TypeError(f"template {name}: replacement has to return one tensor")
         self._calls: dict[fx.Node, Any] = {n: canonical(n) for n in _operations(self.searched)}
         for node, call in self._calls.items():
             if call is None:
@@ -148,7 +152,9 @@ def _trace(fn: Callable[..., Any], name: str) -> fx.Graph:
     try:
         return fx.symbolic_trace(fn).graph
     except Exception as error:
-        raise TypeError(f"template {name}: {fn.__name__} cannot be traced: {error}") from error
+        raise TypeError(
+            f"template {name}: {getattr(fn, '__name__', fn)} cannot be traced: {error}"
+        ) from error
 
 
 def _operations(graph: fx.Graph) -> Iterator[fx.Node]:

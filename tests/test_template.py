@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
@@ -138,13 +139,20 @@ def test_two_of_them_in_a_row():
 
 
 @pytest.mark.breaks_pattern
-def test_a_replacement_of_another_shape_is_caught_and_changes_nothing():
-    wrong = Template("wrong", "sum", "wrong", search, lambda x, w, c: (torch.relu(x) * w).sum() + c)
+@pytest.mark.parametrize(
+    ("replaced", "shape"),
+    [
+        (lambda x, w, c: (torch.relu(x) * w).sum() + c, r"[]"),
+        (lambda x, w, c: torch.relu(x) * w + c, "[3, 4]"),
+    ],
+)
+def test_a_replacement_of_another_shape_is_caught_and_changes_nothing(replaced, shape):
+    wrong = Template("wrong", "sum", "wrong", search, replaced)
     with registered(wrong):
         with sparse_inductor.enabled(only="wrong"):
             explanation = sparse_inductor.explain(lambda x, w: search(x, w, 1), X, W)
         (miss,) = explanation.report.near_misses
-        assert "the replacement has shape [], what was found [3, 1]" in miss.reason
+        assert f"the replacement has shape {shape}, what was found [3, 1]" in miss.reason
         assert explanation.graphs[0].before == explanation.graphs[0].after
 
 
@@ -155,6 +163,10 @@ def test_a_replacement_of_another_shape_is_caught_and_changes_nothing():
         (lambda x: x if x.sum() > 0 else -x, lambda x: x, "cannot be traced"),
         (lambda x: x, lambda x: x, "result of one operation"),
         (lambda x: torch.fft.fft(x), lambda x: x, "no canonical name"),
+        (lambda x: torch.relu(x), lambda x: (x, x), "replacement has to return one tensor"),
+        (lambda x: torch.relu(x), None, "None cannot be traced"),
+        (torch.relu, lambda x: x, "relu cannot be traced"),
+        (lambda x: torch.relu(x), functools.partial(torch.relu), "cannot be traced"),
     ],
 )
 def test_what_is_no_template_is_named(searched, replaced, said):
