@@ -377,6 +377,16 @@ def test_explain_changes_nothing_of_the_callers(kind):
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.parametrize("kind", ["class", "nothing", "text"])
+def test_explain_refuses_what_is_no_function(kind):
+    """`torch.compile` would change the class, and with it every such module of the program."""
+    Mine = type("Mine", (Net,), {})
+    fn, before = {"class": Mine, "nothing": None, "text": "Net"}[kind], dict(vars(Mine))
+    with pytest.raises(TypeError, match="expected a function or a module, got "):
+        sparse_inductor.explain(fn, torch.randn(3, 4))
+    assert dict(vars(Mine)) == before
+
+
 def test_explain_does_not_change_the_arguments():
     def in_place(x):
         return torch.relu(x.mul_(2) + 1)

@@ -104,6 +104,17 @@ def test_a_reason_and_its_line_may_be_asked_for():
     assert "at a line with 'amax'" in message and "because the logits are also returned" in message
 
 
+@pytest.mark.parametrize(("assertion", "said"), [
+    (lambda: assert_rewrites(Head(), ARGS[0]), "args must be a tuple of arguments, got Tensor"),
+    (lambda: assert_matches_reference(Head(), ARGS[0]), "args must be a tuple of arguments, got Tensor"),
+    (lambda: assert_rewrites(Head(), ARGS, "splade_head"), "expected must be a dict .*got 'splade_head'"),
+    (lambda: assert_matches_reference(Head, ARGS), "a function or a module, got <class .*Head"),
+])  # fmt: skip
+def test_a_wrong_argument_is_named(assertion, said):
+    with pytest.raises(TypeError, match=said):
+        assertion()
+
+
 @pytest.mark.parametrize(
     "assertion",
     [

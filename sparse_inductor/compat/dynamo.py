@@ -165,9 +165,14 @@ def in_ddp_bucket(gm: Any) -> bool:
 
 
 def uncompiled(fn: Any) -> Any:
-    """Return the function or module that `torch.compile` was given, if `fn` is its result; else `fn`."""
+    """Return the function or module that `torch.compile` was given, if `fn` is its result; else `fn`.
+
+    Raises TypeError for a class, which `torch.compile` would change, and for what cannot be called.
+    """
     from torch._dynamo.eval_frame import OptimizedModule
 
+    if isinstance(fn, type) or not callable(fn):
+        raise TypeError(f"expected a function or a module, got {fn!r}")
     if isinstance(fn, OptimizedModule):
         return fn._orig_mod
     return getattr(fn, "_torchdynamo_orig_callable", fn)

@@ -32,7 +32,9 @@ def assert_rewrites(
     Returns the explanation, for further checks. Raises AssertionError, ValueError for an unknown pattern name, and any
     error of `fn`.
     """
-    expected = dict(expected or {})
+    expected = {} if expected is None else expected
+    if not isinstance(expected, Mapping):
+        raise TypeError(f"expected must be a dict of pattern names to numbers, got {expected!r}")
     for name in expected:
         known(name)
     explanation = _explained(fn, args, kwargs)
@@ -170,13 +172,20 @@ def known(name: str) -> Pattern:
     return patterns[name]
 
 
+def as_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call as a tuple. Raises TypeError for an argument alone, such as a tensor."""
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args must be a tuple of arguments, got {type(args).__name__}")
+    return tuple(args)
+
+
 def _explained(
     fn: Callable[..., Any] | Explanation, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Explanation:
     return (
         fn
         if isinstance(fn, Explanation)
-        else explained(fn, tuple(args), dict(kwargs or {}), policy="always")
+        else explained(fn, as_arguments(args), dict(kwargs or {}), policy="always")
     )
 
 

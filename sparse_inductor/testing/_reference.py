@@ -27,7 +27,7 @@ from ..verify.accuracy import (
     tensors_in,
     to_double,
 )
-from ._assertions import known
+from ._assertions import as_arguments, known
 from ._messages import failure, nearest, shown_rewrites
 from ._variation import varied
 
@@ -80,7 +80,7 @@ def assert_matches_reference(
     Raises AssertionError; ValueError if `grads` is on and nothing requires a gradient, if no run is requested, or for
     an unknown pattern name; and any error of `fn`.
     """
-    fn, args, kwargs = compat.uncompiled(fn), tuple(args), dict(kwargs or {})
+    fn, args, kwargs = compat.uncompiled(fn), as_arguments(args), dict(kwargs or {})
     patterns = _patterns(only)
     compiler = (
         functools.partial(compat.compile_graph, codegen=codegen)
