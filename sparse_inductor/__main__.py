@@ -204,7 +204,11 @@ def _explain(options: argparse.Namespace) -> int:
     if explanation is None:
         return 2
     if options.html is not None:
-        options.html.write_text(explanation.to_html(options.target), encoding="utf-8")
+        try:
+            options.html.write_text(explanation.to_html(options.target), encoding="utf-8")
+        except OSError as error:
+            print(f"--html: cannot write {options.html}: {error.strerror}", file=sys.stderr)
+            return 2
         print(f"written: {options.html}", file=sys.stderr)
     return 0
 
@@ -221,7 +225,7 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not separator or not name:
         raise ValueError("write it as package.module:name")
     if module_name.endswith(".py"):
-        meant = module_name.removesuffix(".py").replace("/", ".")
+        meant = os.path.normpath(module_name).removesuffix(".py").replace("/", ".")
         raise ValueError(f"did you mean {meant}:{name}?")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -202,6 +202,7 @@ def test_verify_rewrites_what_gains_nothing_unless_told_otherwise(tmp_path, monk
     [
         ("no_such_module:f", "load no_such_module:f: ModuleNotFoundError: No module named"),
         ("odd.py:f", "load odd.py:f: ValueError: did you mean odd:f?"),
+        ("./odd.py:f", "load ./odd.py:f: ValueError: did you mean odd:f?"),
         ("odd:absent", "load odd:absent: AttributeError: there is no 'absent' in it; it has fails"),
         ("odd:takes", "load odd:takes: TypeError: takes() missing 1 required"),
         ("odd:raises", "load odd:raises: RuntimeError: no weights"),
@@ -221,6 +222,14 @@ def test_what_cannot_be_explained_is_said_in_one_line(tmp_path, monkeypatch, cap
     assert line.startswith(f"cannot {said}")
     # torch 2.14 logs a shape that fails.
     assert not logged or "_subclasses/fake_tensor.py" in logged[0]
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "plain.py").write_text("def f(): return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["explain", "plain:f", "--html", str(tmp_path)]) == 2
+    said = f"--html: cannot write {tmp_path}: Is a directory\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_runs(tmp_path, capsys):
