@@ -170,6 +170,7 @@ def test_empty_inputs():
         ({"query": torch.zeros(1, 2, V)}, ValueError, "query must be [V] or [B, V]"),
         ({"query": torch.zeros(1, V).long()}, TypeError, "query must be one of"),
         ({"k": N + 1}, ValueError, "k must be between 0 and the number of documents, 25; got 26"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype must be one of (torch.float32,"),
         ({"k": -1}, ValueError, "got -1"),
         ({"ids": torch.full((N, L), V + 1)}, IndexError, "ids must be in [-17, 17], got 18"),
         ({"ids": torch.full((N, L), -V - 1)}, IndexError, "got -18"),

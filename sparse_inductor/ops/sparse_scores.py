@@ -92,6 +92,8 @@ def sparse_scores(
         num_docs = ids.shape[0] if offsets is None else offsets.shape[0] - 1
     if out_dtype is None:
         out_dtype = torch.promote_types(query.dtype, values.dtype)
+    elif out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be one of {FLOATS}, got {out_dtype}")
     ops = torch.ops.sparse_inductor
     if k is None:
         return ops.sparse_scores(query, ids, values, rows, offsets, num_docs, out_dtype)
