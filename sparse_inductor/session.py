@@ -100,17 +100,26 @@ def enabled(
     """Call `enable()` for a block and restore the previous session afterwards; blocks can be nested.
 
     Takes the arguments of `enable` and raises its errors. Only programs *compiled* within the block
-    are rewritten: `torch.compile` compiles at the first call.
+    are rewritten: `torch.compile` compiles at the first call. The block is one of the process: of
+    blocks that overlap in several threads, the last that was entered and has not ended counts.
     """
     session = Session.of(only, skip, strict, policy, verify)
-    outer = _state.session
-    _switch(session, keep_equal=False, stacklevel=5)  # entered through contextlib
+    with _state.lock:
+        outer, blocks = _state.session, _state.blocks
+        _switch(session, keep_equal=False, stacklevel=5)  # entered through contextlib
+        blocks[session] = outer
     try:
         yield
     finally:
-        if outer is not None:
-            outer.matched |= session.matched
-        _switch(outer, keep_equal=False, stacklevel=None)
+        with _state.lock:
+            outer = blocks.pop(session)
+            if outer is not None:
+                outer.matched |= session.matched
+            later = next((other for other, before in blocks.items() if before is session), None)
+            if later is None:
+                _switch(outer, keep_equal=False, stacklevel=None)
+            else:  # a block of another thread, which this one must not end
+                blocks[later] = outer
     session.check_strict()  # not after an exception, which is more important
 
 
@@ -254,6 +263,7 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.session: Session | None = None
+        self.blocks: dict[Session, Session | None] = {}  # of `enabled`: the session before each
         self.slots = (Slot(REWRITE_SLOT, _RewriteSlot()), Slot(KEY_SLOT, _CacheKey()))
         self.timing: compat.SavedSetting | None = None
         self.teardowns = contextlib.ExitStack()

@@ -224,6 +224,20 @@ def test_the_outer_block_comes_back():
     assert matched() == ["toy"]
 
 
+def test_blocks_that_overlap_do_not_end_one_another():
+    """As in two threads: neither block is nested in the other."""
+    before = saved()
+    first, second = sparse_inductor.enabled(only="other"), sparse_inductor.enabled(only="toy")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert "hardtanh" in captured(relu_of_sum, X)
+    second.__exit__(None, None, None)
+    torch._dynamo.reset()
+    assert "relu" in captured(relu_of_sum, X)
+    assert saved() == before
+
+
 def test_a_block_ends_after_an_exception_too():
     before = saved()
     with contextlib.suppress(KeyError), sparse_inductor.enabled():
