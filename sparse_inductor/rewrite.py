@@ -45,7 +45,7 @@ class RewritePass:
 
     `report` receives the records; the default is the process-wide report. `verify` has every rewrite checked when it
     first runs (see `verify/session.py`). `trace` records the nodes of every rewrite, and adds no counters to the graph.
-    `policy`: the choice for each pattern name (see `policy/worth.py`), "always" for absent names.
+    `policy`: the choice for each pattern name (see `choices.py`), "always" for absent names.
     """
 
     def __init__(

@@ -112,14 +112,15 @@ def enabled(
         yield
     finally:
         with _state.lock:
+            last = [*blocks][-1] is session
             outer = blocks.pop(session)
             if outer is not None:
                 outer.matched |= session.matched
-            later = next((other for other, before in blocks.items() if before is session), None)
-            if later is None:
+            for other, before in blocks.items():
+                if before is session:
+                    blocks[other] = outer
+            if last:  # else a block of another thread lasts, which this one must not end
                 _switch(outer, keep_equal=False, stacklevel=None)
-            else:  # a block of another thread, which this one must not end
-                blocks[later] = outer
     session.check_strict()  # not after an exception, which is more important
 
 
@@ -263,7 +264,8 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.session: Session | None = None
-        self.blocks: dict[Session, Session | None] = {}  # of `enabled`: the session before each
+        # The blocks of `enabled`, in the order in which they were entered, and the session before each.
+        self.blocks: dict[Session, Session | None] = {}
         self.slots = (Slot(REWRITE_SLOT, _RewriteSlot()), Slot(KEY_SLOT, _CacheKey()))
         self.timing: compat.SavedSetting | None = None
         self.teardowns = contextlib.ExitStack()

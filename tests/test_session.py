@@ -238,6 +238,18 @@ def test_blocks_that_overlap_do_not_end_one_another():
     assert saved() == before
 
 
+def test_a_block_lasts_when_another_ends_that_was_switched_off():
+    first, second = sparse_inductor.enabled(only="other"), sparse_inductor.enabled(only="toy")
+    first.__enter__()
+    sparse_inductor.disable()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert "hardtanh" in captured(relu_of_sum, X)
+    second.__exit__(None, None, None)
+    torch._dynamo.reset()
+    assert "relu" in captured(relu_of_sum, X)
+
+
 def test_a_block_ends_after_an_exception_too():
     before = saved()
     with contextlib.suppress(KeyError), sparse_inductor.enabled():

@@ -283,7 +283,7 @@ def _sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     found = _elementwise(view, product, inner) if elementwise else contraction(view, product)
     if found is None or found.scale != 1 or found.bias is not None:
         return None
-    if not (dims and all(isinstance(d, int) for d in dims)):
+    if not (found.axes and dims and all(isinstance(d, int) for d in dims)):
         return None
     gone = {d % len(found.axes) for d in dims}
     both = {*found.a.axes} & {*found.b.axes}

@@ -9,7 +9,7 @@ without a body.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 
 from .. import compat
 from .fakes import attribute, fake, tensors_in
-from .habits import habit_of, unsaid
+from .habits import habit_of, unsaid_writes
 from .memory import UNKNOWN, apart, same_geometry, storages
 from .names import name_of, target_name, trailing_inplace
 from .search import made_of
@@ -54,7 +54,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         if isinstance(given, (tuple, list)) == several:
             out.append(given)  # else TorchScript's list function of this name
     if habit.unsaid:
-        out += unsaid(target, args, kwargs)
+        out += unsaid_writes(target, args, kwargs)
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
 
 
@@ -118,6 +118,14 @@ def _is_result(writer: fx.Node, target: fx.Node) -> bool:
 def _follows(target: fx.Node, node: fx.Node) -> bool:
     """Whether autograd records a write through `target` as a change of `node`: not if that is `node.detach()`."""
     return target is node or not fake(node).requires_grad or fake(target).requires_grad
+
+
+def _last(events: Sequence[tuple[fx.Node, fx.Node]], node: fx.Node) -> fx.Node | None:
+    """Return the last of some writers, each with the tensor passed to it, if it wrote just the elements of `node`."""
+    if not all(_follows(target, node) for _, target in events):
+        return None
+    writer, target = events[-1]
+    return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
 
 # Calls that copy their argument if the result has the same geometry, and calls that copy it with a neutral operand.
@@ -195,12 +203,7 @@ class Effects:
         events = self._between(node, self.order[node], self.order[reader])
         if events and isinstance(fake(reader), torch.Tensor) and self._of(reader) == self._of(node):
             events = [(writer, target) for writer, target in events if not apart(target, reader)]
-        if not events:
-            return node
-        if not all(_follows(target, node) for _, target in events):
-            return None
-        writer, target = events[-1]
-        return writer if _is_result(writer, target) and same_geometry(target, node) else None
+        return _last(events, node) if events else node
 
     def shown(self, node: fx.Node) -> fx.Node | None:
         """Return the node whose result a view shows: the last write to its elements, if that covered just these."""
@@ -208,10 +211,7 @@ class Effects:
         if creator is None:
             return None
         events = self._between(node, self.order[creator], self.order[node])
-        if not events or not all(_follows(target, node) for _, target in events):
-            return None
-        writer, target = events[-1]
-        return writer if _is_result(writer, target) and same_geometry(target, node) else None
+        return _last(events, node) if events else None
 
     def last_write(self, node: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return the last write that `reader` may see when it reads `node`: the writer, and the tensor passed to it."""

@@ -70,6 +70,7 @@ class Habit(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def habit_of(op: str, target: Any) -> Habit:
+    """Return the writes of a call as far as its target, of a node with this `op`, determines them."""
     own = getattr(target, "__name__", "")
     name, known = target if op == "call_method" else own, compat.schemas(target)
     if compat.is_higher_order(target):
@@ -89,7 +90,8 @@ def habit_of(op: str, target: Any) -> Habit:
     return Habit(name, bool(known), False, first, (*by_schema,), unsaid, quiet)
 
 
-def unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def unsaid_writes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that a call writes although neither its name nor its schemas declare it."""
     name = getattr(target, "__name__", "").partition(".")[0]
     when, names = _UNSAID[name]
     try:

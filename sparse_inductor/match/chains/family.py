@@ -8,20 +8,26 @@ import torch
 from torch import fx
 
 from ... import compat
+from ...epilogue.functions import FUNCTIONS
 from ...graph.contraction import PRODUCTS, contraction
 from ...graph.fakes import attribute, fake
 from ...graph.gemm import entry_of_stack, linears
 from ...graph.names import name_of
 from ...graph.no_match import once, remembered
-from ...graph.scalars import RECTIFIERS
 from ...graph.search import reached
 from ...graph.values import is_parameter
 from ...graph.view import GraphView
+from ...graph.vocabulary import COPIES, REGROUPS
 from ...pattern import Miss
 
 _RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
-# What the forward of an autograd Function contains if it may be a rectifier.
-_KINKS = RECTIFIERS | {"where", "sign", "heaviside"}
+# What the forward of an autograd Function consists of if it is no rectifier.
+_SMOOTH = (
+    COPIES
+    | REGROUPS
+    | frozenset("cast detach add sub rsub mul div pow gelu silu mish".split())
+    | {name for name, function in FUNCTIONS.items() if not function.may_level_off}
+)
 
 _NOT_CROSSED = PRODUCTS - {"einsum"}  # an einsum that sums over nothing is an elementwise product
 
@@ -70,7 +76,9 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
             name = RANGE
     if name == "autograd_function_apply":
         body = attribute(view.call(node)["forward"])
-        if body is not None and _KINKS.isdisjoint(map(name_of, body.graph.nodes)):
+        nodes = () if body is None else body.graph.nodes
+        made = [n for n in nodes if n.op.startswith("call_") and isinstance(fake(n), torch.Tensor)]
+        if made and _SMOOTH.issuperset(map(name_of, made)):
             name = None  # a smooth activation with a backward of its own
     return name, [n for n in node.all_input_nodes if isinstance(fake(n), values)]
 

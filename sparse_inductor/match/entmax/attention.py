@@ -48,6 +48,9 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         return None
     if not product.of_matrices or product.bias_dim != -1:
         return None
+    call = view.call(node)
+    if call.name == "sum" and view.name_of(call["input"]) != "mul":
+        return None  # the product that it adds up is the attention
     if (product.a.node, product.a.axes) == (product.b.node, product.b.axes):
         return None  # a sum of squares
     sides = ((product.a, product.b), (product.b, product.a))

@@ -122,7 +122,9 @@ class Attention:
         of_queries = (self.batch, self.heads, self.queries, [WIDTH])
         of_keys = (self.batch, self.shared, self.keys, [WIDTH])
         q = self._laid_out(e, self.q, of_queries, full=True)
-        k, v = (self._laid_out(e, t, of_keys, full=True) for t in (self.k, self.v))
+        k = self._laid_out(e, self.k, of_keys, full=True)
+        of_values = (*of_keys[:3], [WIDTH] if self.width else [])
+        v = self._laid_out(e, self.v, of_values, full=True)
         q, k, v = (e.cast(t, self.dtype) for t in (q, k, v))
         for factor in self.scores.factors:
             if any(atom in self.keys for atom in factor.atoms):

@@ -261,9 +261,13 @@ class _Reader(NamedTuple):
         call = self.view.call(node)
         if call.inplace or self.view.value(x, node) is not x:
             raise self._decline(node)
-        reduces = call.name in _REDUCTIONS | PRODUCTS
-        step = self._reduction if call.name in _REDUCTIONS else self._elementwise
-        step = self._dotted if call.name in PRODUCTS else step
+        reduces = True
+        if call.name in PRODUCTS:
+            step = self._dotted
+        elif call.name in _REDUCTIONS:
+            step = self._reduction
+        else:
+            step, reduces = self._elementwise, False
         path = path._replace(**step(x, node, call, path))
         if reduces and (statistic := self._statistic(node, path)) is not None:
             return [statistic]

@@ -105,10 +105,8 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     found = docs.found
     # With several axes, the look-up is of lists of documents, not of edges of a graph; BM25S has weights of 1.
     several = max(len(view.shape(found.source)), len(view.shape(found.index))) > 1
-    if view.needs_grad(added.source.node):
-        if docs.obstacle is None and several:
-            what = "the weights, be they of documents or of a query's terms"
-            raise NoMatch(f"posting lists have no gradient for {what}", node)
+    learns = view.needs_grad(added.source.node)
+    if learns and (docs.obstacle is not None or not several):
         return None
 
     def same_lists(view: GraphView, node: Any) -> Gather | None:
@@ -118,6 +116,9 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     w = contributions(view, added.source.node, added.source.axes, node, same_lists)
     if w is None or not (w.has_weights or several):
         return None
+    if learns:
+        what = "the weights, be they of documents or of a query's terms"
+        raise NoMatch(f"posting lists have no gradient for {what}", node)
     if docs.obstacle is not None:
         raise docs.obstacle
     if [*map(flat, docs.axes)] != [*map(flat, w.axes)]:

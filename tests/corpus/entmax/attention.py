@@ -101,6 +101,20 @@ def values_by_product_and_sum(q, k, v, mask):
 
 
 @attention()
+def values_without_a_width(q, k, v, mask):
+    """one number a key"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return torch.einsum("bhqk,bhk->bhq", attn, v[..., 0])
+
+
+@attention()
+def heads_added_up(q, k, v, mask):
+    """the sum is no second product with the values"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return (attn @ v).sum(1)
+
+
+@attention()
 def alpha_tensor(q, k, v, mask):
     """a 0-dim tensor made on the way"""
     alpha = torch.tensor(1.25)

@@ -435,6 +435,20 @@ class Swish(torch.autograd.Function):
         return grad * p * (1 + x * (1 - p))
 
 
+class SoftShrinkage(torch.autograd.Function):
+    """Zero around 0, by a function that is no step of an operator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.softshrink(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() > 0.5)
+
+
 class ClampedRelu(torch.autograd.Function):
     """The ReLU of PyTorch's tutorial."""
 
@@ -456,6 +470,10 @@ each(
 each(
     miss("cannot be seen through", modes=TRAIN, at="ClampedRelu.apply("),
     function_with_zeros=lambda x, m: m.down(ClampedRelu.apply(m.up(x))),
+)
+each(
+    miss("cannot be seen through", modes=TRAIN, at="SoftShrinkage.apply("),
+    function_with_zeros_in_the_middle=lambda x, m: m.down(SoftShrinkage.apply(m.up(x))),
 )
 
 
