@@ -30,7 +30,7 @@ from .graph.view import GraphView
 from .notices import described
 from .pattern import Match, Miss, Pattern, Sparse
 from .policy.decisions import Decisions
-from .rehearsal import rehearse
+from .rehearsal import keeping_shape, rehearse
 from .reporting.findings import Check, NearMiss, Rewrite, Shape
 from .reporting.records import Report
 from .reporting.source import of_the_entmax_package, source_of
@@ -289,6 +289,7 @@ class GraphRun:
         with (
             self._verified(candidate),
             copying_what_is_written(self._view, list(candidate.nodes)),
+            keeping_shape(candidate.match.anchor),
         ):
             candidate.match.replace()
         if self.trace:

@@ -1,4 +1,4 @@
-"""Runs the operators that a rewrite inserted on fake tensors before the compile continues.
+"""Checks what a rewrite inserted before the compile continues: its shape, and its operators on fake tensors.
 
 An error in an operator's shape function or backward would otherwise end the compile when AOTAutograd traces it.
 """
@@ -45,6 +45,33 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
                 _forward_and_backward(node.target, args, kwargs)
     finally:
         state.restore()
+
+
+@contextlib.contextmanager
+def keeping_shape(anchor: fx.Node) -> Iterator[None]:
+    """Raise ValueError at the end of the block if the readers of `anchor` were given a tensor of another shape."""
+    places = [
+        (reader, i)
+        for reader in anchor.users
+        for i, leaf in enumerate(pytree.tree_leaves((reader.args, reader.kwargs)))
+        if leaf is anchor
+    ]
+    yield
+    for reader, i in places:
+        leaves = pytree.tree_leaves((reader.args, reader.kwargs))
+        if i < len(leaves) and isinstance(leaves[i], fx.Node):
+            check_shape(anchor, leaves[i])
+
+
+def check_shape(old: fx.Node, new: fx.Node) -> None:
+    """Raise ValueError if two tensors are known to differ in their shapes."""
+    was, now = fake(old), fake(new)
+    if not (isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor)):
+        return
+    differs = (type(a) is int and type(b) is int and a != b for a, b in zip(was.shape, now.shape))
+    if was.dim() != now.dim() or any(differs):
+        shapes = f"has shape {list(now.shape)}, it was {list(was.shape)}"
+        raise ValueError(f"the replacement of {old} {shapes}")
 
 
 def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from .graph.emit import Emitter
-from .graph.fakes import fake, same_sizes
+from .graph.fakes import fake
 from .graph.names import canonical
 from .graph.recogniser import Recogniser
 from .graph.signatures import SIGNATURES
@@ -71,14 +71,7 @@ class TemplateMatch:
                 new = values[node.args[0]]
             else:
                 values[node] = emitter.again(node, values)
-        was, now = fake(self.anchor), fake(new)
-        new = emitter.cast(new, was.dtype)
-        if not same_sizes(now.shape, was.shape):
-            raise ValueError(
-                f"template {self.template.name}: the replacement has shape {list(now.shape)}, "
-                f"what was found {list(was.shape)}"
-            )
-        self.anchor.replace_all_uses_with(new)
+        self.anchor.replace_all_uses_with(emitter.cast(new, fake(self.anchor).dtype))
 
 
 class Template(Recogniser):

@@ -152,7 +152,7 @@ def test_a_replacement_of_another_shape_is_caught_and_changes_nothing(replaced, 
         with sparse_inductor.enabled(only="wrong"):
             explanation = sparse_inductor.explain(lambda x, w: search(x, w, 1), X, W)
         (miss,) = explanation.report.near_misses
-        assert f"the replacement has shape {shape}, what was found [3, 1]" in miss.reason
+        assert f"has shape {shape}, it was [3, 1]" in miss.reason
         assert explanation.graphs[0].before == explanation.graphs[0].after
 
 

@@ -27,6 +27,7 @@ from ..graph.names import canonical, name_of
 from ..graph.search import reached
 from ..graph.values import ELEMENTWISE, REPEATS
 from ..graph.vocabulary import COPIES, VIEWS
+from ..rehearsal import check_shape
 from .writes import may_write, with_writers
 
 _REACH = 20  # nodes between a tensor and the expansion of which it is made
@@ -373,11 +374,7 @@ def _check_alike(old: fx.Node, now: fx.Node) -> None:
         raise CannotCut(f"{old} is no tensor")
     if was.dtype != new.dtype:
         raise ValueError(f"the replacement of {old} has dtype {new.dtype}, it was {was.dtype}")
-    differs = [type(a) is int and type(b) is int and a != b for a, b in zip(was.shape, new.shape)]
-    if was.dim() != new.dim() or any(differs):
-        raise ValueError(
-            f"the replacement of {old} has shape {list(new.shape)}, it was {list(was.shape)}"
-        )
+    check_shape(old, now)
 
 
 # --- Modes ----------------------------------------------------------------------------------------
