@@ -113,12 +113,16 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
         other = rows_of(view, node)
         return other if other is not None and view.same_value(other.index, found.index) else None
 
-    w = contributions(view, added.source.node, added.source.axes, node, same_lists)
+    what = "the weights, be they of documents or of a query's terms"
+    no_gradient = NoMatch(f"posting lists have no gradient for {what}", node)
+    try:
+        w = contributions(view, added.source.node, added.source.axes, node, same_lists)
+    except NoMatch as reason:
+        raise (no_gradient if learns else reason) from None
     if w is None or not (w.has_weights or several):
         return None
     if learns:
-        what = "the weights, be they of documents or of a query's terms"
-        raise NoMatch(f"posting lists have no gradient for {what}", node)
+        raise no_gradient
     if docs.obstacle is not None:
         raise docs.obstacle
     if [*map(flat, docs.axes)] != [*map(flat, w.axes)]:
