@@ -24,6 +24,8 @@ class Facts(NamedTuple):
 
 
 OPERATORS = {
+    "batch_topk_decode": Facts(("sparse_rows.sums",)),
+    "batch_topk_encode": Facts(("sparse_rows.batch", "sparse_rows.sums")),
     "entmax": Facts(("entmax.rows",), saves_result=True, joins=True),
     "entmax_attention": Facts(
         ("entmax_attention.attention",),

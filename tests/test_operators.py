@@ -106,6 +106,20 @@ def programs(batch: int, length: int):
         "sparse_decode": (
             lambda v, w, b: ops.sparse_decode(v, torch.arange(4).expand(v.shape), w, b), (x, square, (4,)),
         ),
+        "batch_topk_encode": (
+            lambda x, w, b: ops.batch_topk_encode(x, w, b + apart, k=min(9, 6 * x[..., 0].numel()))[0],
+            (x, square, (6,)),
+        ),
+        "batch_topk_encode_scores": (
+            lambda x, w, s: ops.batch_topk_encode(
+                x, w, k=3, scores=(x @ w.t() + apart).detach(), ordered=False, shift=s
+            )[0],
+            (x, square, (4,)),
+        ),
+        "batch_topk_decode": (
+            lambda v, w, b: ops.batch_topk_decode(v, torch.tensor([11, 3, 0, 7]), w, b, sizes=(3, 1)),
+            ((4,), square, (4,)),
+        ),
         "sparse_product": (lambda x, w, b: ops.sparse_product(x, w, b), (x, (4, 6), (6,))),
         "sparse_product_relu": (lambda x, w: ops.sparse_product(x, w, relu=True), (x, (4, 6))),
         "sparse_gradient_linear": (
@@ -122,7 +136,10 @@ OF_ANY_SIZE = (
     "topk_encode", "sparse_decode", "sparse_product", "sparse_gradient_linear",
 )  # fmt: skip
 # These are composed of other operators and return views of their results.
-COMPOSED = ("sparse_product", "sparse_product_relu", "sparse_gradient_linear")
+COMPOSED = (
+    "sparse_product", "sparse_product_relu", "sparse_gradient_linear",
+    "batch_topk_encode", "batch_topk_encode_scores", "batch_topk_decode",
+)  # fmt: skip
 
 
 def tensors(shapes, layout=LAYOUTS["contiguous"]):

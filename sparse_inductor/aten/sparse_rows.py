@@ -81,21 +81,27 @@ def decode(values: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None)
     return y if bias is None else y + bias
 
 
-def dots(x: Tensor, weight: Tensor, indices: Tensor) -> Tensor:
-    """Return values[m, i] = x[m] . weight[indices[m, i]]."""
-    (M, k), D = indices.shape, weight.shape[1]
-    values = x.new_empty(M, k)
+def dots(x: Tensor, weight: Tensor, indices: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return values[m, i] = x[m] . weight[indices[m, i]], or values[i] = x[rows[i]] . weight[indices[i]]."""
+    M, k, D = len(indices), 1 if rows is not None else indices.shape[1], weight.shape[1]
+    values = x.new_empty(indices.shape)
     step = max(1, _CHUNK // max(k * D, 1))
     for i in range(0, M, step):
         part = slice(i, min(i + step, M))
         at = indices[part]
-        rows = weight.index_select(0, at.reshape(-1)).view(len(at), k, D)
-        values[part] = torch.bmm(rows, x[part].unsqueeze(2)).squeeze(2)
+        table = weight.index_select(0, at.reshape(-1)).view(len(at), k, D)
+        of = x[part] if rows is None else x[rows[part]]
+        values[part] = torch.bmm(table, of.unsqueeze(2)).view(at.shape)
     return values
 
 
-def columns(indices: Tensor, N: int) -> Columns:
-    found, entry = indices.reshape(-1).sort(stable=True)
+def columns(indices: Tensor, N: int, rows: Tensor | None = None, M: int = 0) -> Columns:
+    """Return the entries of each column, for indices [M, k] or, with `rows`, pairs [entries] in any order."""
+    if rows is None:
+        found, entry = indices.reshape(-1).sort(stable=True)
+    else:
+        found, entry = (indices.long() * M + rows).sort()
+        found = found // max(M, 1)
     edges = torch.searchsorted(found, torch.arange(N + 1, device=found.device), out_int32=True)
     return cut_up(entry.int(), edges[:-1].clone(), edges.diff())
 
@@ -105,29 +111,28 @@ def cut_up(entry: Tensor, start: Tensor, total: Tensor) -> Columns:
     return Columns(entry, start, total, several.cumsum(0, dtype=torch.int32))
 
 
-def outer(values: Tensor, x: Tensor, by: Columns, column_major: bool) -> tuple[Tensor, Tensor]:
+def outer(
+    values: Tensor, x: Tensor, by: Columns, column_major: bool, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the sums [N, D] of value * x[row] over the entries of each column, in column-major layout if
-    `column_major`, and the sums [N] of the values."""
-    sums, totals = _outer(values, x, by)
+    `column_major`, and the sums [N] of the values. values: [M, k], or [entries] with their `rows`."""
+    if rows is None:
+        rows = torch.arange(len(values), device=x.device).repeat_interleave(values.shape[1])
+    sums, totals = _outer(values.reshape(-1), rows, x, by)
     return sums.t().contiguous().t() if column_major else sums, totals
 
 
-def _outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
+def _outer(values: Tensor, rows: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
     N, entry = len(by.start), by.entry.long()
     if not entry.numel():
         return x.new_zeros(N, x.shape[1]), x.new_zeros(N)
+    row, value = rows[entry].long(), values[entry]
     if looks_at(x) and not x.sum().isfinite():
         # 0 times a value that is not finite is NaN, so a row affects the columns in which it has no entry, too.
-        h = values.new_zeros(len(values), N)
-        column = torch.repeat_interleave(by.total.long())
-        h[entry // values.shape[1], column] = values.reshape(-1)[entry]
+        h = values.new_zeros(len(x), N)
+        h[row, torch.repeat_interleave(by.total.long())] = value
         return h.t() @ x, h.sum(0)
-    start, flat = by.start.long(), values.reshape(-1, 1)
-    found = [
-        F.embedding_bag(at, t, start, mode="sum", per_sample_weights=scale)
-        for at, t, scale in (
-            (entry // values.shape[1], x.contiguous(), flat[entry].squeeze(1)),
-            (entry, flat.contiguous(), None),
-        )
-    ]
-    return found[0], found[1].squeeze(1)
+    start = by.start.long()
+    sums = F.embedding_bag(row, x.contiguous(), start, mode="sum", per_sample_weights=value)
+    totals = F.embedding_bag(entry, values.reshape(-1, 1), start, mode="sum")
+    return sums, totals.squeeze(1)

@@ -1,6 +1,7 @@
 """Operators that rewrites insert; each can also be called directly as `sparse_inductor.ops.<name>`."""
 
 from . import index_search, sparse_scores_cached, sparse_scores_postings  # noqa: F401
+from .batch_topk import batch_topk_decode, batch_topk_encode
 from .entmax import entmax
 from .entmax_attention import entmax_attention
 from .relu_ffn import relu_ffn
@@ -10,6 +11,8 @@ from .sparse_scores import sparse_scores
 from .splade_head import splade_head
 
 __all__ = [
+    "batch_topk_decode",
+    "batch_topk_encode",
     "entmax",
     "entmax_attention",
     "relu_ffn",

@@ -4,8 +4,8 @@ sparse autoencoder that materializes them because it returns them, and the gradi
     y = f W + b            the decoder: f [..., N] is mostly zeros
     z = x We^T + be        the encoder: the gradient of z is mostly zeros
 
-The program itself computes f from z: with a rectifier, with thresholds that have a custom gradient, or with a top-k
-over a whole batch. "Entry" means a non-zero element. Dispatcher operators:
+The program itself computes f from z: with a rectifier, or with thresholds that have a custom gradient. "Entry" means a
+non-zero element. Dispatcher operators:
 
     sparse_product             the decoder; the gradient of f is a dense product, unless the operator applies the ReLU
     sparse_gradient_linear     the encoder, a dense product with sparse gradients

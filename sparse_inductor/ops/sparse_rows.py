@@ -12,7 +12,8 @@ Dispatcher operators:
     sparse_columns    the entries of each column in the order of their rows
     sparse_outer      the sums over a column's entries, the gradient of a weight and of a bias
 
-Every row has exactly k entries. NaN counts as the largest value, as in torch.topk. Of equal values those in the
+Every row has exactly k entries, except that the last three also take entries [K] with a tensor of their rows, for
+`batch_topk`. NaN counts as the largest value, as in torch.topk. Of equal values those in the
 smallest columns are kept; torch.topk does not specify which. Columns that are not entries contribute nothing, where a
 dense product would compute 0 * inf = NaN.
 """
@@ -49,10 +50,11 @@ _lib = define(
     "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered, Tensor? shift)"
     " -> (Tensor, Tensor)",
     "sparse_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias) -> Tensor",
-    "sparse_dots(Tensor x, Tensor weight, Tensor indices) -> Tensor",
-    "sparse_columns(Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor, Tensor)",
-    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool column_major)"
-    " -> (Tensor, Tensor)",
+    "sparse_dots(Tensor x, Tensor weight, Tensor indices, Tensor? rows=None) -> Tensor",
+    "sparse_columns(Tensor indices, SymInt columns, Tensor? rows=None, SymInt height=0)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool column_major,"
+    " Tensor? rows=None) -> (Tensor, Tensor)",
 )
 
 
@@ -173,20 +175,23 @@ def _decode(values, indices, weight, bias, **run):
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
-def _dots(x, weight, indices, **run):
+def _dots(x, weight, indices, rows=None, **run):
+    at = as_rows(indices) if rows is None else indices
     with autocast_off(x.device.type):
         sums = _sums(x, weight, indices)
-        return sums.dots(as_rows(x), weight, as_rows(indices), **run).view(indices.shape)
+        return sums.dots(as_rows(x), weight, at, rows, **run).view(indices.shape)
 
 
-def _columns(indices, columns):
-    return tuple(_sums(indices).columns(as_rows(indices), columns))
+def _columns(indices, columns, rows=None, height=0):
+    at = as_rows(indices) if rows is None else indices
+    return tuple(_sums(indices).columns(at, columns, rows, height))
 
 
-def _outer(values, x, entry, start, total, ends, column_major, **run):
+def _outer(values, x, entry, start, total, ends, column_major, rows=None, **run):
     by = aten.Columns(entry, start, total, ends)
+    values = as_rows(values) if rows is None else values
     with autocast_off(x.device.type):
-        return _sums(x, values).outer(as_rows(values), as_rows(x), by, column_major, **run)
+        return _sums(x, values).outer(values, as_rows(x), by, column_major, rows, **run)
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
@@ -256,16 +261,16 @@ def _fake_decode(values, indices, weight, bias):
     return values.new_empty(*values.shape[:-1], weight.shape[1])
 
 
-def _fake_dots(x, weight, indices):
+def _fake_dots(x, weight, indices, rows=None):
     return x.new_empty(indices.shape)
 
 
-def _fake_columns(indices, columns):
+def _fake_columns(indices, columns, rows=None, height=0):
     new = lambda n: indices.new_empty(n, dtype=torch.int32)
     return new(indices.numel()), new(columns), new(columns), new(columns)
 
 
-def _fake_outer(values, x, entry, start, total, ends, column_major):
+def _fake_outer(values, x, entry, start, total, ends, column_major, rows=None):
     N, D = start.shape[0], x.shape[-1]
     return x.new_empty(D, N).t() if column_major else x.new_empty(N, D), x.new_empty(N)
 
@@ -288,7 +293,9 @@ def _shared_decode(values, indices, weight, bias) -> Rule:
     return Rule(inputs, (_rows(values),), ("T",))
 
 
-def _shared_dots(x, weight, indices) -> Rule:
+def _shared_dots(x, weight, indices, rows=None) -> Rule:
+    if rows is not None:
+        return whole(x, weight, indices, rows)
     return Rule((_rows(x), dims(weight, ".."), _rows(indices)), (_rows(x),), ("T",))
 
 
@@ -310,5 +317,5 @@ inline(
 inline(
     _lib, "sparse_decode", _decode, lambda values, indices, weight, *_: suit_kernels(values, weight)
 )
-inline(_lib, "sparse_dots", _dots, suit_kernels)
+inline(_lib, "sparse_dots", _dots, lambda x, weight, indices, *_: suit_kernels(x, weight, indices))
 inline(_lib, "sparse_outer", _outer, lambda values, x, *_: suit_kernels(x, values))

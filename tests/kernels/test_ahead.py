@@ -23,13 +23,17 @@ CASES = {
     "entmax_attention": (HEADS, "large_support_kernel _output_kernel _rows_kernel _keys_kernel"),
     "entmax": ([(512, 64)], "_forward_kernel _backward_kernel"),
     "topk_encode": ([(512, 64), (1024, 64), (1024,)], "_top_kernel _outer_kernel"),
+    "batch_topk": (
+        AUTOENCODER,
+        "_maxima_kernel _histogram_kernel _count_kernel _write_kernel _outer_kernel _dots_kernel",
+    ),
     "counted": (AUTOENCODER, "_packed_kernel _listed_counts_kernel _by_neuron_kernel _sums_kernel"),
     "jumps": (AUTOENCODER, "_pack_kernel _weighted_rows_kernel"),
     "kept": (AUTOENCODER, "_pack_kernel _gradients_kernel _put_kernel"),
 }
 # These kernels are compiled here, because the interpreter accepts code that the compiler rejects. For the other
 # operators, separate tests compile the kernels.
-COMPILED = ("relu_ffn", "topk_encode", "counted", "jumps", "kept")
+COMPILED = ("relu_ffn", "topk_encode", "batch_topk", "counted", "jumps", "kept")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,12 @@ def main() -> None:
         z = ops.sparse_gradient_linear(x.detach(), encoder.t(), b, shift=mean)
         return ops.sparse_product(z, decoder, mean, relu=True)
 
+    def batch_topk(x, encoder, b, decoder, mean):
+        values, indices = ops.batch_topk_encode(x, encoder.t(), b, k=8 * len(x), shift=mean)
+        return ops.batch_topk_decode(values, indices, decoder, mean, sizes=x.shape[:1])
+
     operators = {
+        "batch_topk": batch_topk,
         "counted": counted,
         "jumps": jumps,
         "kept": kept,

@@ -19,6 +19,8 @@ from .packing import popcount
 
 # Rows per word of the token masks.
 WORD = 32
+# Entries per program that are listed with their rows.
+AT_ONCE = 128
 # Columns of a sum per program of one warp. The second is used if there are fewer than 1 024 columns and their number is
 # not a multiple of 512.
 WIDTHS = 512, 256
@@ -26,21 +28,37 @@ WIDTHS = 512, 256
 BUFFER = 40 << 20
 
 
+@triton.jit
+def _entries(count, index, rows, number, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (positions, rows, neurons, which of them exist) of the entries of program p: those of row p, which are CAP
+    if count is None, or with `rows` [number] the entries from p * BLOCK on."""
+    i = tl.arange(0, BLOCK)
+    if rows is not None:
+        at = tl.program_id(0) * BLOCK + i
+        mask = at < number
+        m = tl.load(rows + at, mask=mask, other=0)
+    else:
+        m = tl.program_id(0) + tl.zeros([BLOCK], tl.int32)
+        at = m.to(tl.int64) * CAP + i
+        c = tl.full([], CAP, tl.int32)
+        if count is not None:
+            c = tl.load(count + tl.program_id(0))
+            c = tl.where(c > CAP, 0, c)  # not packed
+        mask = i < c
+    n = tl.load(index + at, mask=mask, other=0).to(tl.int64)
+    return at, m, n, mask
+
+
 @relaunched
 @triton.jit
-def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _set_bits_kernel(
+    count, index, rows, number, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
     """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m. OR commutes: the result is
-    deterministic. count: None if every row has CAP entries."""
-    m = tl.program_id(0)
-    c = tl.full([], CAP, tl.int32)
-    if count is not None:
-        c = tl.load(count + m)
-        if c > CAP:
-            return
-    i = tl.arange(0, BLOCK)
-    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=i < c, other=0).to(tl.int64)
+    deterministic. The first arguments are those of `_entries`."""
+    _at, m, n, mask = _entries(count, index, rows, number, CAP, BLOCK)
     bit = tl.full([BLOCK], 1, tl.int32) << (m % 32)
-    tl.atomic_or(bitmask + (m // 32).to(tl.int64) * N + n, bit, mask=i < c)
+    tl.atomic_or(bitmask + (m // 32).to(tl.int64) * N + n, bit, mask=mask)
 
 
 @relaunched
@@ -63,25 +81,17 @@ def _count_kernel(bitmask, before, total, words, N, WORDS: tl.constexpr, BN: tl.
 @relaunched
 @triton.jit
 def _place_kernel(
-    count, index, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """entry[start[n] + rank] = m * CAP + i for the i-th active neuron n of row m, where rank counts n's tokens before
-    m. count: as in `_set_bits_kernel`."""
-    m = tl.program_id(0)
-    c = tl.full([], CAP, tl.int32)
-    if count is not None:
-        c = tl.load(count + m)
-        if c > CAP:
-            return
-    i = tl.arange(0, BLOCK)
-    mask = i < c
-    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=mask, other=0).to(tl.int64)
+    count, index, rows, number, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """entry[start[n] + rank] = the position of the entry of row m and neuron n, where rank counts n's tokens before m.
+    The first arguments are those of `_entries`."""
+    place, m, n, mask = _entries(count, index, rows, number, CAP, BLOCK)
     at = (m // 32).to(tl.int64) * N + n
     lower = (tl.full([BLOCK], 1, tl.int32) << (m % 32)) - 1
     rank = popcount(tl.load(bitmask + at, mask=mask, other=0) & lower)
     rank += tl.load(before + at, mask=mask, other=0)
     slot = tl.load(start + n, mask=mask, other=0) + rank
-    tl.store(entry + slot, m * CAP + i, mask=mask)
+    tl.store(entry + slot, place.to(tl.int32), mask=mask)
 
 
 @relaunched
@@ -117,48 +127,62 @@ class TokenLists(NamedTuple):
         N: int,
         ends: torch.Tensor | None = None,
         piece: int = 1,
+        rows: torch.Tensor | None = None,
+        M: int = 0,
     ) -> TokenLists:
-        """Return the lists for packed rows: count [M], None if all are full; index [M, cap] into N neurons.
+        """Return the lists for packed rows: count [M], None if all are full; index [M, cap] into N neurons. With `rows`
+        [entries], in any order, index is [entries], and M the number of rows.
 
         ends: receives the cumulative numbers of pieces of `piece` tokens, see `_scan_kernel`.
         """
-        M, cap = index.shape
+        M, cap = index.shape if rows is None else (M, 1)
         words = triton.cdiv(M, WORD)
         bitmask = index.new_zeros(words, N, dtype=torch.int32)
         before = torch.empty_like(bitmask)
-        lists = cls(*(bitmask.new_empty(n) for n in (M * cap, N, N)))
-        block = triton.next_power_of_2(cap)
+        lists = cls(*(bitmask.new_empty(n) for n in (index.numel(), N, N)))
+        block = triton.next_power_of_2(cap) if rows is None else AT_ONCE
         warps = 1 if block <= 128 else 4
-        _set_bits_kernel[(M,)](count, index, bitmask, N, CAP=cap, BLOCK=block, num_warps=warps)
+        grid = (M if rows is None else triton.cdiv(index.numel(), block),)
+        entries = count, index, rows, index.numel()
+        _set_bits_kernel[grid](*entries, bitmask, N, CAP=cap, BLOCK=block, num_warps=warps)
         bn = 32
         _count_kernel[(triton.cdiv(N, bn),)](
             bitmask, before, lists.total, words, N,
             WORDS=min(256, triton.next_power_of_2(words)), BN=bn, num_warps=8,
         )  # fmt: skip
         _scan_kernel[(1,)](lists.total, lists.start, ends, N, PIECE=piece, BLOCK=4096, num_warps=8)
-        _place_kernel[(M,)](
-            count, index, bitmask, before, lists.start, lists.entry, N,
+        _place_kernel[grid](
+            *entries, bitmask, before, lists.start, lists.entry, N,
             CAP=cap, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         return lists
 
 
 @triton.jit
+def _row_of(entry, rows, CAP: tl.constexpr):
+    row = entry // CAP
+    if rows is not None:
+        row = tl.load(rows + entry)
+    return row.to(tl.int64)
+
+
+@triton.jit
 def sum_entries(
-    entry, first, count, x, value_a, value_b, scale, d, D, stride,
+    entry, first, count, rows, x, value_a, value_b, scale, d, D, stride,
     CAP: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Return four sums over the `count` entries from `first` on: of value_a * x[row, d]; of value_a, multiplied by
-    scale[row] unless scale is None; of value_b * x[row, d]; of value_b. row is entry // CAP. The last two are 0 if
-    value_b is None."""
+    scale[row] unless scale is None; of value_b * x[row, d]; of value_b. row is rows[entry], or entry // CAP if rows is
+    None. The last two are 0 if value_b is None."""
     r = tl.arange(0, FLIGHT)
     total_a, total_b = tl.zeros([d.shape[0]], tl.float32), tl.zeros([d.shape[0]], tl.float32)
     side_a, side_b = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    at = tl.load(entry + first + tl.minimum(r, tl.maximum(count - 1, 0)))
+    some = r < count * FLIGHT  # an empty list has no entry to load
+    at = tl.load(entry + first + tl.minimum(r, count - 1), mask=some, other=0)
+    row = _row_of(at, rows, CAP)
     for e in tl.range(0, count, FLIGHT, num_stages=1):
         # The next entries are loaded before the current rows arrive. Past the end, the last entry is loaded again.
         then = tl.load(entry + first + tl.minimum(e + FLIGHT + r, count - 1))
-        row = (at // CAP).to(tl.int64)
         source = x + row[:, None] * stride + d[None, :]
         t = tl.load(source) if EVEN else tl.load(source, mask=(d < D)[None, :], other=0.0)
         t = fp32(t, PAIRS)
@@ -173,6 +197,7 @@ def sum_entries(
             total_b += tl.sum(t * v[:, None], 0)
             side_b += tl.sum(v, 0)
         at = then
+        row = _row_of(at, rows, CAP)
     return total_a, side_a, total_b, side_b
 
 
@@ -197,7 +222,7 @@ def _by_neuron_kernel(
     n = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     sum_a, side_a, sum_b, side_b = sum_entries(
-        entry, tl.load(start + n), tl.load(total + n), x, value_a, value_b, scale, d, D, stride_x,
+        entry, tl.load(start + n), tl.load(total + n), None, x, value_a, value_b, scale, d, D, stride_x,
         CAP, FLIGHT, EVEN, PAIRS,
     )  # fmt: skip
     tl.store(out_a + n * stride_a + d, sum_a.to(out_a.dtype.element_ty), mask=d < D)

@@ -83,46 +83,60 @@ def decode(
 
 @triton.jit
 def _dots_kernel(
-    x, table, indices, values, D, stride_x, stride,
-    K: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    x, table, indices, rows, values, D, stride_x, stride, K,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, part) writes ENTRIES of values[m]: dot products of x[m] with the table rows of its entries."""
-    m = tl.program_id(0).to(tl.int64)
-    e = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-    n = tl.load(indices + m * K + tl.minimum(e, K - 1)).to(tl.int64)
+    """Every program writes ENTRIES of one row of values [*, K]: dot products of x[m] with the table rows of its
+    entries, where m is the number of the row or, unless rows is None, rows[entry]."""
+    parts = tl.cdiv(K, ENTRIES)
+    m = (tl.program_id(0) // parts).to(tl.int64)
+    e = tl.program_id(0) % parts * ENTRIES + tl.arange(0, ENTRIES)
+    place = m * K + tl.minimum(e, K - 1)
+    n = tl.load(indices + place).to(tl.int64)
+    row = m
+    if rows is not None:
+        row = tl.load(rows + place).to(tl.int64)[:, None]
+    source = x + row * stride_x
     total = tl.zeros([ENTRIES, WIDTH], tl.float32)
     for first in range(0, D, WIDTH):
         d = first + tl.arange(0, WIDTH)
         at = table + n[:, None] * stride + d[None, :]
         if EVEN:
-            v, w = tl.load(x + m * stride_x + d), tl.load(at)
+            v, w = tl.load(source + d[None, :]), tl.load(at)
         else:
-            v = tl.load(x + m * stride_x + d, mask=d < D, other=0.0)
+            v = tl.load(source + d[None, :], mask=(d < D)[None, :], other=0.0)
             w = tl.load(at, mask=(d < D)[None, :], other=0.0)
-        total += w.to(tl.float32) * v.to(tl.float32)[None, :]
+        total += w.to(tl.float32) * v.to(tl.float32)
     found = tl.sum(total, 1)
     tl.store(values + m * K + e, found.to(values.dtype.element_ty), mask=e < K)
 
 
-def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
-    """Return values[m, i] = x[m] . weight[indices[m, i]]. run: launches the kernel."""
+def dots(
+    x: Tensor, weight: Tensor, indices: Tensor, rows: Tensor | None = None, run: Launcher = launch
+) -> Tensor:
+    """Return values[m, i] = x[m] . weight[indices[m, i]], or with `rows` [entries] values[i] = x[rows[i]] .
+    weight[indices[i]]. run: launches the kernel."""
     x, table = along_rows(x), row_major(weight, run)
     values = x.new_empty(indices.shape)
-    (M, k), D = indices.shape, table.shape[1]
+    k, D = indices.shape[-1], table.shape[1]
     width = WIDTHS[-1] if x.is_cuda else 32
-    constants = {"K": k, "ENTRIES": ENTRIES, "WIDTH": width, "EVEN": D % width == 0}
-    args = x, table, indices.contiguous(), values, D, x.stride(0), table.stride(0)
-    run(_dots_kernel, (M, triton.cdiv(k, ENTRIES)), args, constants, 2)
+    constants = {"ENTRIES": ENTRIES, "WIDTH": width, "EVEN": D % width == 0}
+    args = x, table, indices.contiguous(), rows, values, D, x.stride(0), table.stride(0), k
+    programs = values.numel() // k * triton.cdiv(k, ENTRIES)
+    run(_dots_kernel, (programs,), args, constants, 2)
     return values
 
 
-def columns(indices: Tensor, N: int) -> aten.Columns:
-    """Return the entries of each column. The columns of a row are distinct."""
+def columns(indices: Tensor, N: int, rows: Tensor | None = None, M: int = 0) -> aten.Columns:
+    """Return the entries of each column, for indices [M, k], distinct within a row, or indices [entries] with their
+    `rows`, distinct pairs in any order."""
     indices = indices.contiguous()
-    if triton.cdiv(len(indices), 32) * N * 4 > MASKS:
-        return aten.columns(indices, N)
+    M = len(indices) if rows is None else M
+    if triton.cdiv(M, 32) * N * 4 > MASKS:
+        return aten.columns(indices, N, rows, M)
     ends = indices.new_empty(N, dtype=torch.int32)
-    return aten.Columns(*TokenLists.of(None, indices, N, ends, aten.PIECE), ends)
+    lists = TokenLists.of(None, indices, N, ends, aten.PIECE, rows, M)
+    return aten.Columns(*lists, ends)
 
 
 @triton.jit
@@ -139,7 +153,7 @@ def _add_pieces(sums, sides, first, count, d, D):
 
 @triton.jit
 def _pieces_kernel(
-    entry, start, total, ends, x, values, sums, sides, N, D, stride,
+    entry, start, total, ends, rows, x, values, sums, sides, N, D, stride,
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +173,7 @@ def _pieces_kernel(
     first = tl.load(start + low) + piece * PIECE
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     found, side, _, _ = sum_entries(
-        entry, first, tl.minimum(count - piece * PIECE, PIECE), x, values, None, None, d, D, stride,
+        entry, first, tl.minimum(count - piece * PIECE, PIECE), rows, x, values, None, None, d, D, stride,
         K, FLIGHT, EVEN, PAIRS,
     )  # fmt: skip
     tl.store(sums + p.to(tl.int64) * D + d, found, mask=d < D)
@@ -168,12 +182,12 @@ def _pieces_kernel(
 
 @triton.jit(do_not_specialize=["first_column"])
 def _outer_kernel(
-    entry, start, total, ends, x, values, sums, sides, out, bias, first_column, D, stride,
+    entry, start, total, ends, rows, x, values, sums, sides, out, bias, first_column, D, stride,
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, part) writes out[i, part] = the sum over the entries of column n of value * x[row], and bias[n],
-    n = first_column + i."""
+    n = first_column + i. rows: as in `sum_entries`."""
     i = tl.program_id(0).to(tl.int64)
     n = first_column + i
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -183,20 +197,26 @@ def _outer_kernel(
         found, side = _add_pieces(sums, sides, tl.load(ends + n) - pieces, pieces, d, D)
     else:
         found, side, _, _ = sum_entries(
-            entry, tl.load(start + n), count, x, values, None, None, d, D, stride, K, FLIGHT, EVEN, PAIRS
+            entry, tl.load(start + n), count, rows, x, values, None, None, d, D, stride,
+            K, FLIGHT, EVEN, PAIRS,
         )  # fmt: skip
     tl.store(out + i * D + d, found.to(out.dtype.element_ty), mask=d < D)
     tl.store(bias + n, side.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
 
 
 def outer(
-    values: Tensor, x: Tensor, by: aten.Columns, column_major: bool, run: Launcher = launch
+    values: Tensor,
+    x: Tensor,
+    by: aten.Columns,
+    column_major: bool,
+    rows: Tensor | None = None,
+    run: Launcher = launch,
 ) -> tuple[Tensor, Tensor]:
-    """Return (sums [N, D] over each column's entries of value * x[row], sums [N] of the values). column_major: the
-    layout of the first result. run: launches the kernels."""
+    """Return (sums [N, D] over each column's entries of value * x[row], sums [N] of the values), for values [M, k], or
+    values [entries] with their `rows`. column_major: the layout of the first result. run: launches the kernels."""
     values, x = values.contiguous(), along_rows(x)
     N, D = len(by.start), x.shape[1]
-    k = values.shape[1]
+    k = values.shape[1] if rows is None else 1
     piece = aten.PIECE
     # A column with several pieces has more than `piece` entries, so there are at most two pieces per piece + 1 entries.
     most = max(1, 2 * values.numel() // (piece + 1))
@@ -204,7 +224,7 @@ def outer(
     out, bias = x.new_empty((D, N) if column_major else (N, D)), x.new_empty(N)
     constants = {"K": k, "PIECE": piece, **sum_options(x)}
     parts = triton.cdiv(D, constants["WIDTH"])
-    lists = *by, x, values, sums, sides
+    lists = *by, rows, x, values, sums, sides
     run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 1)
     step = buffered_rows(x, BUFFER) if column_major else N
     for first in range(0, N, step):

@@ -1,0 +1,256 @@
+"""The encoder and decoder of a BatchTopK autoencoder, which keeps the k largest pre-activations of a whole batch: rows
+may have any number of entries.
+
+    values, indices = the k largest of all entries of (x - b) We^T + be    [k], indices into its flattened [M * N]
+    y[m] = the sum over the entries of row m of values * Wd[column] + bd   [M, D]
+
+Dispatcher operators:
+
+    batch_topk            the k largest entries of a tensor
+    batch_topk_encode     the entries of the encoder's product, and its gradients over them
+    batch_topk_decode     the sums over the entries of each row, and their gradients
+
+The gradients are computed by `sparse_dots`, `sparse_columns` and `sparse_outer` (`sparse_rows`), from the row and the
+column of each entry. NaN counts as the largest value, as in torch.topk. Of equal values those with the smallest indices
+are kept; torch.topk does not specify which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..aten import sparse_rows as aten
+from ._arguments import (
+    INTEGERS,
+    as_rows,
+    check_floats,
+    check_shape,
+    differ,
+    is_column_major,
+    known,
+    suit_kernels,
+)
+from ._dispatch import (
+    as_autocast,
+    autocast_off,
+    define,
+    first_order,
+    inline,
+    outside_transforms,
+    register,
+)
+from ._sharding import whole
+
+_lib = define(
+    "batch_topk(Tensor x, SymInt k) -> (Tensor, Tensor)",
+    "batch_topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered,"
+    " Tensor? shift) -> (Tensor, Tensor)",
+    "batch_topk_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias, SymInt[] sizes) -> Tensor",
+)
+# The kernels compute positions in 32 bits.
+_MOST = 2**31 - 1
+
+
+def batch_topk_encode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int,
+    scores: Tensor | None = None,
+    ordered: bool = True,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k largest of all entries of (x - shift) @ weight.t() + bias, with a backward over these entries.
+
+    Args:
+        x: [..., D]; fp32, fp16, bf16 or fp64; any strides.
+        weight: [N, D], any strides, in the dtype of `x`. bias: [N] or None.
+        k: the number of entries of the whole batch, at most that of the product.
+        scores: the product in any shape, if the program has computed it already, or None. It gets no gradient; the
+            gradient of the entries goes to `x`, `weight` and `bias`.
+        ordered: sort the entries by value, the largest first, and equal values by index; if False, sort by index.
+        shift: [D] or None. If `x` needs no gradient, the gradient of `shift` costs a matrix-vector product.
+
+    Returns:
+        (values, int64 indices into the flattened product), both [k]. NaN counts as the largest value; of equal values
+        those with the smallest indices are kept.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, naming them.
+    """
+    x, weight, bias, scores, shift = as_autocast(x, weight, bias, scores, shift)
+    return torch.ops.sparse_inductor.batch_topk_encode(x, weight, bias, scores, k, ordered, shift)
+
+
+def batch_topk_decode(
+    values: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    sizes: Sequence[int],
+) -> Tensor:
+    """f @ weight + bias for an f [*sizes, N] that is `values` at these indices of its flattened form and 0 elsewhere.
+
+    Args:
+        values: [k]; fp32, fp16, bf16 or fp64.
+        indices: [k], int64 or int32, distinct, in any order.
+        weight: [N, D], any strides, in the dtype of `values`. bias: [D] or None.
+        sizes: the leading sizes of the result.
+
+    Returns:
+        y [*sizes, D]. Sums are in fp32 (fp64 for fp64 inputs), in the same order on every run; so are the gradients.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, naming them.
+    """
+    values, weight, bias = as_autocast(values, weight, bias)
+    return torch.ops.sparse_inductor.batch_topk_decode(values, indices, weight, bias, sizes)
+
+
+def _check_encode(x, weight, bias, scores, k, shift) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[1], x.shape[-1]):
+        raise ValueError(
+            f"x must be [..., D] and weight [N, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    N = weight.shape[0]
+    check_shape("bias", bias, (N,))
+    check_shape("shift", shift, weight.shape[1:])
+    if scores is not None and differ(scores.numel(), x[..., 0].numel() * N):
+        raise ValueError(
+            f"scores must have {x[..., 0].numel() * N} elements, got shape {tuple(scores.shape)}"
+        )
+    _check_k(k, (*x.shape[:-1], N))
+    check_floats("x", x, weight=weight, bias=bias, scores=scores, shift=shift)
+
+
+def _check_k(k, shape) -> None:
+    if known(k, *shape) and not 0 <= k <= math.prod(shape):
+        raise ValueError(f"k must be between 0 and {math.prod(shape)}, got {k}")
+
+
+def _check_decode(values, indices, weight, bias) -> None:
+    check_shape("values", values, (None,), "[k]")
+    check_shape("indices", indices, values.shape)
+    check_shape("weight", weight, (None, None), "[N, D]")
+    check_shape("bias", bias, weight.shape[1:])
+    if indices.dtype not in INTEGERS:
+        raise TypeError(f"indices must be one of {INTEGERS}, got {indices.dtype}")
+    if indices.device != values.device:
+        raise ValueError(f"indices is on {indices.device}, values on {values.device}")
+    check_floats("values", values, weight=weight, bias=bias)
+
+
+def _topk(x, k, **run):
+    _check_k(k, x.shape)
+    x = x.reshape(-1)
+    if suit_kernels(x) and k > 0 and x.numel() <= _MOST:
+        from ..kernels.sparse_rows import batch as kernels
+
+        return kernels.top(x, k, **run)
+    values, indices = aten.top(x.unsqueeze(0), k, False)
+    return values.squeeze(0), indices.squeeze(0)
+
+
+def _fake_topk(x, k):
+    _check_k(k, x.shape)
+    return x.new_empty(k), x.new_empty(k, dtype=torch.int64)
+
+
+def _places(indices: Tensor, N) -> tuple[Tensor, Tensor]:
+    """The row and the column of each entry."""
+    return (indices // N).int(), (indices % N).int()
+
+
+def _row_sums(values, rows, columns, table, M):
+    """[M, D]: the sums over the entries of each row of value * table[column]."""
+    ops = torch.ops.sparse_inductor
+    return ops.sparse_outer(
+        values, table, *ops.sparse_columns(rows, M, columns, len(table)), False, columns
+    )[0]
+
+
+def _weight_gradients(values, x, rows, columns, weight):
+    """(the gradient of a weight [N, D] in the weight's memory order, the gradient of a bias [N])."""
+    ops = torch.ops.sparse_inductor
+    lists = ops.sparse_columns(columns, len(weight), rows, len(x))
+    return ops.sparse_outer(values, x, *lists, is_column_major(weight), rows)
+
+
+class _Encode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, scores, k, ordered, shift):
+        x = x if shift is None else x - shift
+        product = F.linear(x, weight, bias) if scores is None else scores
+        values, indices = torch.ops.sparse_inductor.batch_topk(product, k)
+        if ordered:
+            values, order = values.sort(stable=True, descending=True)
+            indices = indices[order]
+        ctx.save_for_backward(x, weight, indices)
+        ctx.mark_non_differentiable(indices)
+        return values, indices
+
+    @staticmethod
+    @first_order("batch_topk_encode")
+    def backward(ctx, grad, _):
+        x, weight, indices = ctx.saved_tensors
+        for_x, for_weight, for_bias, *_, for_shift = ctx.needs_input_grad
+        rows, columns = _places(indices, len(weight))
+        d_x = d_weight = d_bias = d_shift = None
+        if for_x:
+            d_x = _row_sums(grad, rows, columns, weight, len(x))
+        if for_weight or for_bias or (for_shift and not for_x):
+            d_weight, d_bias = _weight_gradients(grad, x, rows, columns, weight)
+        if for_shift:
+            # The gradient of x summed over all rows is weight^T times the gradient of the bias.
+            d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -d_x.sum(0)
+        for_operands = d_x, d_weight if for_weight else None, d_bias if for_bias else None
+        return *for_operands, None, None, None, d_shift
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, weight, M):
+        ctx.save_for_backward(values, indices, weight)
+        return _row_sums(values, *_places(indices, len(weight)), weight, M)
+
+    @staticmethod
+    @first_order("batch_topk_decode")
+    def backward(ctx, grad):
+        values, indices, weight = ctx.saved_tensors
+        for_values, _, for_weight, _ = ctx.needs_input_grad
+        rows, columns = _places(indices, len(weight))
+        d_values = d_weight = None
+        if for_values:
+            d_values = torch.ops.sparse_inductor.sparse_dots(grad, weight, columns, rows)
+        if for_weight:
+            d_weight, _ = _weight_gradients(values, grad, rows, columns, weight)
+        return d_values, None, d_weight, None
+
+
+def _encode(x, weight, bias, scores, k, ordered, shift):
+    outside_transforms("batch_topk_encode", x, weight, bias, scores, shift)
+    _check_encode(x, weight, bias, scores, k, shift)
+    with autocast_off(x.device.type):
+        return _Encode.apply(as_rows(x), weight, bias, scores, k, ordered, shift)
+
+
+def _decode(values, indices, weight, bias, sizes):
+    outside_transforms("batch_topk_decode", values, weight, bias)
+    _check_decode(values, indices, weight, bias)
+    with autocast_off(values.device.type):
+        y = _Decode.apply(values, indices, weight, math.prod(sizes))
+        y = y if bias is None else y + bias
+        return y.view(*sizes, weight.shape[1])
+
+
+register(_lib, "batch_topk", _topk, _fake_topk, whole)
+inline(_lib, "batch_topk", _topk, lambda x, k: k and suit_kernels(x) and x.numel() <= _MOST)
+_lib.impl("batch_topk_encode", _encode, "CompositeImplicitAutograd")
+_lib.impl("batch_topk_decode", _decode, "CompositeImplicitAutograd")
