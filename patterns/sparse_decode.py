@@ -6,6 +6,9 @@
 
 The indices come from a top-k, so those of a row are distinct. f may also be read elsewhere (returned, counted): it is
 then still written for these readers, and their gradient is added to that of the values.
+
+With the top-k of a flattened batch, f is a view of flat zeros with values [k] at indices [k], and becomes
+`batch_topk_decode(values, indices, W, b)`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from sparse_inductor.policy.worth import Worth
 
 NAME = "sparse_decode"
 OP = "sparse_inductor::sparse_decode"
+OF_BATCH = "sparse_inductor::batch_topk_decode"
 
 
 @dataclasses.dataclass
@@ -47,7 +51,11 @@ class DecoderMatch:
     found: Entries
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
-    pattern, op = NAME, OP
+    pattern = NAME
+
+    @property
+    def op(self) -> str:
+        return OF_BATCH if self.found.views else OP
 
     @property
     def anchor(self) -> fx.Node:
@@ -81,7 +89,7 @@ class DecoderMatch:
     def note(self) -> str:
         k = fake(self.found.indices).shape[-1]
         kept = "" if self.found.scatter in self.matched_nodes else ", the activations are kept"
-        return f"{k} entries a row{kept}"
+        return f"{k} entries {'of the batch' if self.found.views else 'a row'}{kept}"
 
     def replace(self) -> None:
         e, down = Emitter(self.anchor), self.down
@@ -95,9 +103,12 @@ class DecoderMatch:
             (scaled,) = {*node.all_input_nodes} - {factor}
             of_rows = e.method("unsqueeze", e.method("flatten", factor), 1)
             weight = e.cast(e.again(node, {scaled: weight, factor: of_rows}), dtype)
+        more = []
+        if self.found.views:
+            more.append([e.size(down.source, i) for i in range(fake(down.source).dim() - 1)])
         y = e.call(
-            own_operator("sparse_decode"),
-            e.cast(values, dtype), self.found.indices, weight, None if bias is None else e.cast(bias, dtype),
+            own_operator(self.op.rpartition(":")[2]),
+            e.cast(values, dtype), self.found.indices, weight, None if bias is None else e.cast(bias, dtype), *more,
         )  # fmt: skip
         y = e.laid_out(down.finish(e, y), fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
@@ -133,10 +144,11 @@ class SparseDecode(Recogniser):
         return DecoderMatch(down, found, nodes, bytes_of(down.source) if saves else 0)
 
     def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
-        down, values = match.down, match.found.values
+        down, found = match.down, match.found
         sizes = sizes_of(down.source, down.node, down.node, view.needs_grad(down.node))
-        sizes |= ratio_of(down.source, fake(values).shape[-1])
-        return look_up(NAME, fake(down.node).device, **sizes)
+        sizes |= ratio_of(down.source, fake(found.values).shape[-1], whole=bool(found.views))
+        name = "batch_topk" if found.views else NAME
+        return look_up(name, fake(down.node).device, **sizes)
 
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:
@@ -183,6 +195,19 @@ def _unit_rows(pre, decoder):
     return (f * (1 / decoder.weight.norm(dim=0))) @ decoder.weight.T
 
 
+def _of_the_batch(pre, decoder):
+    values, indices = pre.relu().flatten().topk(30, sorted=False)
+    f = torch.zeros_like(pre).flatten().scatter(0, indices, values)
+    return decoder(f.view_as(pre) / decoder.weight.norm(dim=0))
+
+
+def _of_the_batch_assigned(pre, decoder):
+    values, indices = pre.reshape(-1).topk(30)
+    f = pre.new_zeros(pre.numel())
+    f[indices] = values
+    return decoder(f.unflatten(0, pre.shape).relu())
+
+
 def _sorted(pre, decoder):
     indices = pre.argsort(-1)[..., :4]
     return decoder(torch.zeros_like(pre).scatter(-1, indices, pre.gather(-1, indices)))
@@ -207,7 +232,14 @@ def _more_rows(pre, decoder):
 
 SparseDecode.examples = (
     *_examples(scatter=_scatter),
-    *_examples(True, in_place=_in_place, assigned_by_row=_assigned_by_row, unit_rows=_unit_rows),
+    *_examples(
+        True,
+        in_place=_in_place,
+        assigned_by_row=_assigned_by_row,
+        unit_rows=_unit_rows,
+        of_the_batch=_of_the_batch,
+        of_the_batch_assigned=_of_the_batch_assigned,
+    ),
 )
 SparseDecode.near_misses = (
     *_examples(reason="not those of a topk", sorted=_sorted),

@@ -4,8 +4,8 @@
         ->  sparse_gradient_linear(x, We, be)  and  sparse_product(f, Wd, bd)
 
 The code between the two products stays as written, with its own gradient: thresholds that are trained with a
-straight-through estimator, gates, a top-k over a whole batch. `relu_ffn` replaces blocks whose activations are not read
-elsewhere, and `sparse_decode` decoders whose activations have k entries in each row.
+straight-through estimator, gates, a mask by the k-th largest of a batch. `relu_ffn` replaces blocks whose activations
+are not read elsewhere, and `sparse_decode` decoders whose activations are the entries of a top-k.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _encoders(view: GraphView) -> set[fx.Node]:
 def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
     """Return a decoder, read as a linear, and the activations that it takes; None for any other node.
 
-    Activations with k entries in each row are left to `sparse_decode`.
+    Activations that are the entries of a top-k are left to `sparse_decode`.
     """
     if not may_be_above(view, node.all_input_nodes, ACTIVATES):
         return None
@@ -218,16 +218,9 @@ def _bounded_penalty(x, encoder, decoder):
     return decoder(f), torch.tanh(4 * f * decoder.weight.norm(dim=0)).sum(-1).mean()
 
 
-def _largest_of_the_batch(x, encoder, decoder):
-    pre = encoder(x).relu()
-    values, indices = pre.flatten().topk(20)
-    f = torch.zeros_like(pre).flatten().scatter(0, indices, values)
-    return decoder(f.view_as(pre))
-
-
 def _above_a_threshold_of_the_batch(x, encoder, decoder):
     f = F.relu(encoder(x))
-    return decoder(f * (f >= f.flatten().topk(20).values[-1]))
+    return decoder(f * (f >= f.flatten().kthvalue(317).values))
 
 
 def _without_gradient(x, encoder, decoder):
@@ -255,7 +248,6 @@ def _outputs_between(x, encoder, decoder):
 SparseProduct.examples = _examples(
     returned=_returned,
     bounded_penalty=_bounded_penalty,
-    largest_of_the_batch=_largest_of_the_batch,
     above_a_threshold_of_the_batch=_above_a_threshold_of_the_batch,
     without_gradient=_without_gradient,
 )

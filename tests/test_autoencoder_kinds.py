@@ -26,10 +26,10 @@ REWRITTEN = {
     # These contain the projections of the gate and of the magnitude, and the decoder of each.
     kinds.Gated: {"sparse_product": 3, "relu_ffn": 1},
     kinds.TopK: TOPK,
-    kinds.BatchTopK: PRODUCTS,
-    kinds.Matryoshka: PRODUCTS,
+    kinds.BatchTopK: TOPK,
+    kinds.Matryoshka: TOPK,
 }
-QUICK = (kinds.JumpReLU,)  # not BatchTopK, which is an example of its pattern
+QUICK = (kinds.JumpReLU,)  # not TopK and BatchTopK, which are examples of their patterns
 
 
 def counted(report):
@@ -95,7 +95,7 @@ def test_tokens_flattened_between_the_products():
 
     x = torch.randn(4, 6, kinds.WIDTH, generator=torch.Generator().manual_seed(9))
     explanation = assert_matches_reference(Flattened(), (x,), grads=True)
-    assert_rewrites(explanation, expected=PRODUCTS)
+    assert_rewrites(explanation, expected=TOPK)
 
 
 @pytest.mark.heavy
@@ -115,7 +115,7 @@ def test_a_training_step_under_autocast(kind):
     ("kind", "expected"),
     [
         (kinds.TopK, {"topk_encode": 1, "sparse_decode": 2}),
-        (kinds.BatchTopK, {"sparse_product": 2, "sparse_decode": 1}),
+        (kinds.BatchTopK, {"topk_encode": 1, "sparse_decode": 2}),
     ],
 )
 def test_dead_neurons_that_learn_what_is_left_over(kind, expected):

@@ -606,9 +606,9 @@ def test_compiled_programs_whose_kernels_fail(name, training):
 def test_kernels_that_cannot_be_imported_are_named(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     operators = {pattern.op for pattern in registered().values()}
-    operators.add(
-        "sparse_inductor::sparse_gradient_linear"
-    )  # the second operator of sparse_product
+    # The second operators of sparse_product, topk_encode and sparse_decode.
+    seconds = "sparse_gradient_linear", "batch_topk_encode", "batch_topk_decode"
+    operators |= {f"sparse_inductor::{name}" for name in seconds}
     assert {op.partition("::")[2] for op in operators} == {*facts.OPERATORS}
     assert not any(ability.unimportable(op, cuda) for op in operators)
     monkeypatch.setitem(facts.OPERATORS, "entmax", facts.Facts(("no_such_kernel",)))

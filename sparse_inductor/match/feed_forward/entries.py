@@ -1,8 +1,9 @@
-"""Activations of an autoencoder: rows with the k entries of a top-k and zeros elsewhere, and other activations.
+"""Activations of an autoencoder: the entries of a top-k and zeros elsewhere, and other activations.
 
 The former are written as `zeros_like(x).scatter_(-1, indices, values)`, `scatter`, `scatter_add`, or
-`f[rows, indices] = values`, perhaps followed by an operation that keeps zeros, such as a rectifier. Nothing about the
-values of the latter is proved, because the products for mostly zero tensors are exact for any tensor.
+`f[rows, indices] = values`, perhaps followed by an operation that keeps zeros, such as a rectifier. The top-k is of
+each row, or of the flattened batch; then the zeros are flat, and a view has the rows again. Nothing about the values of
+other activations is proved, because the products for mostly zero tensors are exact for any tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...graph.scalars import constant_factor
 from ...graph.search import reached
 from ...graph.values import counting, only_along
 from ...graph.view import GraphView, label
-from ...graph.vocabulary import COPIES
+from ...graph.vocabulary import COPIES, REGROUPS
 from .block import RECTIFIER_CALLS
 
 # Elementwise operations of one argument that map 0 to 0.
@@ -37,7 +38,8 @@ class Entries:
     """values, indices [..., k] of each row of a tensor, as `scatter` reads them. base: the zeros.
 
     after: the operations that are then applied to the tensor, in order. They are followed by `scaled`: products and
-    quotients with one number per column.
+    quotients with one number per column. views: where values and indices are [k] and of the flattened tensor, the nodes
+    that bring it into its shape, the last one first.
     """
 
     values: fx.Node
@@ -47,11 +49,13 @@ class Entries:
     after: tuple[fx.Node, ...]
     scaled: tuple[tuple[fx.Node, fx.Node], ...] = ()
     """Each product with its factor, the last one first."""
+    views: tuple[fx.Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The nodes that build the tensor from its entries, last one first."""
-        return (*(n for n, _ in self.scaled), *reversed(self.after), self.scatter, self.base)
+        scaled = (n for n, _ in self.scaled)
+        return (*scaled, *self.views, *reversed(self.after), self.scatter, self.base)
 
 
 def is_last(view: GraphView, node: fx.Node, dim: object) -> bool:
@@ -64,16 +68,26 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
     """The entries of the value that `reader` sees of a tensor; None if nothing is scattered. Raises NoMatch if the rest
     may be non-zero, or if a row may have two entries in one column."""
     after: list[fx.Node] = []
+    views: list[fx.Node] = []
     scaled: list[tuple[fx.Node, fx.Node]] = []
     node: fx.Node | None = view.value(source, reader)
-    while node is not None and len(after) < _LONGEST:
+    while node is not None and len(after) + len(views) < _LONGEST:
         call = view.call(node)
         if call.name in SCATTERS:
+            if views and len(view.shape(node)) != 1:
+                return None
             found = _scattered(view, node, call, tuple(reversed(after)))
-            return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
+            if found is None:
+                return None
+            return dataclasses.replace(found, scaled=tuple(scaled), views=tuple(views))
+        if call.name in REGROUPS and not call.inplace:
+            views.append(node)
+            node = view.value(call["input"], node)
+            continue
         alone = len(node.all_input_nodes) == 1  # any other operand is a literal number
         by = constant_factor(view, node) if alone else None
-        if by is None and call.name in ("mul", "div") and not after and not call.inplace:
+        first = not (after or views)
+        if by is None and call.name in ("mul", "div") and first and not call.inplace:
             product = by_column(view, node)
             if product is None:
                 return None
@@ -183,9 +197,13 @@ def _scattered(
 
 
 def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.Node] | None:
-    """(values, indices) of `f[rows, indices] = values` where rows are 0, 1, 2, ..., of two dimensions."""
+    """(values, indices) of `f[rows, indices] = values` where rows are 0, 1, 2, ..., of two dimensions, or of
+    `f[indices] = values` for a vector f."""
     index = call["index"] if call.name == "setitem" else call["indices"]
     values = call["value"] if call.name == "setitem" else call["values"]
+    if len(view.shape(call["input"])) == 1:
+        (only,) = index if isinstance(index, (tuple, list)) and len(index) == 1 else (index,)
+        return (values, only) if view.is_tensor(only) else None
     if not isinstance(index, (tuple, list)) or len(index) != 2:
         return None
     rows, indices = index
@@ -284,8 +302,8 @@ def sizes_of(
     }
 
 
-def ratio_of(activations: fx.Node, k: int | torch.SymInt) -> dict[str, int]:
-    """The further quantities for break-even points if a row has k entries among its N activations: N / k, and whether k
-    is symbolic."""
-    neurons = expected(fake(activations).shape[-1])
-    return {"ratio": neurons // max(1, expected(k)), "changing": not isinstance(k, int)}
+def ratio_of(activations: fx.Node, k: int | torch.SymInt, whole: bool = False) -> dict[str, int]:
+    """The further quantities for break-even points if k activations of each row, or of the whole tensor, are entries:
+    activations / k, and whether k is symbolic."""
+    among = expected_elements(fake(activations).shape[0 if whole else -1 :])
+    return {"ratio": among // max(1, expected(k)), "changing": not isinstance(k, int)}
