@@ -147,7 +147,15 @@ def why_not_linear(view: GraphView, node: fx.Node) -> str:
         return f"{name} multiplies by {product.scale:g}, which would round the weight"
     if product.bias is not None and _scaled(view, product):
         return f"{name} adds more than a bias of the outputs, or multiplies that by a number which rounds it"
+    if has_weights_of_entries(view, node):
+        return f"{name} is batched: every entry of a batch has a weight of its own, and the operator takes one"
     return "both operands of the matmul are batched: neither is a weight"
+
+
+def has_weights_of_entries(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node is a product that multiplies the entries of a batch with those of a parameter."""
+    product = contraction(view, node) if linears(view, node) == [] else None
+    return product is not None and any(is_parameter(view, o.node) for o in product.operands)
 
 
 def added(view: GraphView, node: fx.Node) -> list[Linear]:

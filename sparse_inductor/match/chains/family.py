@@ -11,7 +11,7 @@ from ... import compat
 from ...epilogue.functions import FUNCTIONS
 from ...graph.contraction import PRODUCTS, contraction
 from ...graph.fakes import attribute, fake
-from ...graph.gemm import entry_of_stack, linears
+from ...graph.gemm import entry_of_stack, has_weights_of_entries, linears
 from ...graph.names import name_of
 from ...graph.no_match import once, remembered
 from ...graph.search import reached
@@ -42,13 +42,16 @@ def above(
 ) -> set[str]:
     """The canonical names of the producers of a tensor, restricted to producers for which `counts` is true. The search
     does not go above matmuls or the operations in `stop`. A linear map appears as "linear", a matmul of two batched
-    tensors as "batched matmul"."""
+    tensors as "batched matmul", and also as "batched linear" if one of them is a parameter."""
 
     def up(n: fx.Node) -> Sequence[fx.Node]:
         name, producers = _named(view, n)
         return () if name in stop else [p for p in producers if counts(p)]
 
-    names = (_named(view, n)[0] for n in reached([node], up, _REACH))
+    found = [*reached([node], up, _REACH)]
+    names = {_named(view, n)[0] for n in found}
+    if "batched matmul" in names and any(has_weights_of_entries(view, n) for n in found):
+        names.add("batched linear")
     return {name for name in names if name is not None}
 
 

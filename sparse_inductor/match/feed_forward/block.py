@@ -215,7 +215,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
 
     if found(activates).isdisjoint(RECTIFIER_CALLS - {"where"}):
         return False
-    return "linear" in found(counts)
+    return not found(counts).isdisjoint(("linear", "batched linear"))
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:

@@ -171,6 +171,14 @@ def stacked_experts():
     return Experts(), (tokens(shape=(3, 5, K)),)
 
 
+@program("no_rewrite", "a weight of its own", at="torch.relu(torch.bmm(")
+def one_of_stacked_encoders():
+    """a transcoder for each layer, all of them encoded at once"""
+    experts = Experts()
+    experts.forward = lambda x: torch.relu(torch.bmm(x, experts.up))[1] @ experts.down[1]
+    return experts, (tokens(shape=(3, 5, K)),)
+
+
 class WeighedExperts(torch.nn.Module):
     def __init__(self):
         super().__init__()
