@@ -37,6 +37,19 @@ def leaky(x, m):
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
+@miss("zero below some number: mul(-1.0) | relu", at="F.relu(-m.up(x))")
+def negated(x, m):
+    """the half of a CReLU that is zero above 0"""
+    return m.down(F.relu(-m.up(x)))
+
+
+@formula("no_rewrite", "a comparison (gt) of another value", at="torch.where(")
+def prolu(x, w, d, b):
+    """ProLU: projections that are positive with and without their bias"""
+    z = x @ w
+    return torch.where((z > 0) & (z + b > 0), z, 0.0) @ d
+
+
 @miss(
     "a comparison (gt) of another value says what is kept: one of a projection is followed where it multiplies",
     at="masked_fill(~",
