@@ -147,8 +147,7 @@ class SparseDecode(Recogniser):
         down, found = match.down, match.found
         sizes = sizes_of(down.source, down.node, down.node, view.needs_grad(down.node))
         sizes |= ratio_of(down.source, fake(found.values).shape[-1], whole=bool(found.views))
-        name = "batch_topk" if found.views else NAME
-        return look_up(name, fake(down.node).device, **sizes)
+        return look_up(NAME, fake(down.node).device, **sizes)
 
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:

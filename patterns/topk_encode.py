@@ -164,7 +164,7 @@ class TopkEncode(Recogniser):
         x, learnt = match.chain.linear.source, view.needs_grad(match.scores)
         sizes = sizes_of(match.scores, x, match.scores, learnt)
         sizes |= ratio_of(match.scores, k, whole=match.flat)
-        return look_up("batch_topk" if match.flat else NAME, fake(match.scores).device, **sizes)
+        return look_up(NAME, fake(match.scores).device, **sizes)
 
 
 def _unflattened(view: GraphView, source: fx.Node, topk: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

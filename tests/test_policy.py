@@ -667,10 +667,19 @@ def test_kernels_of_a_gpu_are_not_compiled_for_ever_new_k(operator):
         "ratio": 2048,
         "bits": 16,
         "training": 1,
+        "batch": 0,
     }
     found = break_even.look_up(operator, torch.device("cuda"), **sizes, changing=1)
     assert found.below == 0 and "k changes" in found.reason
     assert "k changes" not in break_even.look_up(operator, CPU, **sizes, changing=1).reason
+
+
+@pytest.mark.parametrize("operator", ["topk_encode", "sparse_decode"])
+@pytest.mark.parametrize(("tokens", "below"), [(256, 0), (512, 1)])
+def test_a_top_k_of_a_batch_has_its_own_break_even_points(operator, tokens, below):
+    sizes = {"neurons": 24_576, "width": 768, "ratio": 768, "bits": 32, "training": 1}
+    found = break_even.look_up(operator, CPU, tokens=tokens, **sizes, changing=1, batch=1)
+    assert found.below == below and "batch" in found.reason
 
 
 def test_a_device_without_a_row_is_left_alone():

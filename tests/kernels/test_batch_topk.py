@@ -31,13 +31,20 @@ def tensors(n: int) -> dict[str, torch.Tensor]:
     }
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype, device: object) -> torch.Tensor:
+    """A cast to bf16 makes NaN negative, and torch's stable sort on a GPU does not keep the order of such NaNs."""
+    x = x.to(dtype)
+    x[x.isnan()] = NAN
+    return x.to(device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, heavy(torch.float16)])
 @pytest.mark.parametrize("name", tensors(1))
 @pytest.mark.parametrize(
     ("n", "k"), [(203, 5), heavy(203, 40), heavy(203, 203), heavy(1, 1), heavy(1500, 90)]
 )
 def test_the_k_largest(name, n, k, dtype, device):
-    x = tensors(n)[name].to(device, dtype)
+    x = cast(tensors(n)[name], dtype, device)
     found, (values, indices) = batch.top(x, k), aten.top(x[None], k, False)
     torch.testing.assert_close(found, (values[0], indices[0]), equal_nan=True, rtol=0, atol=0)
 
@@ -47,7 +54,7 @@ def test_the_k_largest(name, n, k, dtype, device):
 @pytest.mark.parametrize("name", tensors(1))
 def test_the_k_largest_of_many(name, dtype):
     """With few listed groups most programs have none, and with many ties all groups are listed."""
-    x = tensors(3_000_017)[name].to("cuda", dtype)
+    x = cast(tensors(3_000_017)[name], dtype, "cuda")
     order = x.sort(descending=True, stable=True).indices
     for k in (1, 2, 17, 1000, 8192, 30_000, 800_000):
         values, indices = batch.top(x, k)

@@ -302,8 +302,9 @@ def sizes_of(
     }
 
 
-def ratio_of(activations: fx.Node, k: int | torch.SymInt, whole: bool = False) -> dict[str, int]:
+def ratio_of(activations: fx.Node, k: int | torch.SymInt, whole: bool) -> dict[str, int]:
     """The further quantities for break-even points if k activations of each row, or of the whole tensor, are entries:
-    activations / k, and whether k is symbolic."""
+    activations / k, whether k is symbolic, and whether they are those of the whole tensor."""
     among = expected_elements(fake(activations).shape[0 if whole else -1 :])
-    return {"ratio": among // max(1, expected(k)), "changing": not isinstance(k, int)}
+    changing = not isinstance(k, int)
+    return {"ratio": among // max(1, expected(k)), "changing": changing, "batch": whole}
