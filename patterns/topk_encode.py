@@ -6,8 +6,8 @@
 The top-k of the flattened outputs, of a whole batch, becomes `batch_topk_encode(x, We, be, k)`.
 
 A ReLU before the topk is applied after it instead, to the k entries. The k largest values are the same, but if fewer
-than k are positive, the indices of other zeros may be returned. A product that is also read
-elsewhere stays as written, with its own gradient, and is passed to the operator.
+than k are positive, the indices of other zeros may be returned. A product that is also read elsewhere stays as written,
+with its own gradient, and is passed to the operator.
 """
 
 from __future__ import annotations
@@ -249,10 +249,6 @@ def _of_the_batch(x, encoder):
 
 def _of_the_batch_unsorted(x, encoder):
     return encoder(x).view(-1).topk(20, sorted=False).values.square().sum()
-
-
-def _of_each_text(x, encoder):
-    return encoder(x).flatten(1).topk(4)
 
 
 TopkEncode.examples = (

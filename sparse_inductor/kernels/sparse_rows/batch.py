@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import Launcher, launch
-from .topk import _load_keys
+from .topk import load_keys
 
 # Entries per group, and groups per program of `_maxima_kernel`.
 GROUP = 32
@@ -43,7 +43,7 @@ def _maxima_kernel(
     first = tl.program_id(0).to(tl.int64) * PART
     g = tl.arange(0, PART)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    _, key = _load_keys(x + first * GROUP, at, at < n - first * GROUP, BITS)
+    _, key = load_keys(x + first * GROUP, at, at < n - first * GROUP, BITS)
     top = tl.max(key, 1) >> (BITS - 16)
     tl.store(maxima + first + g, top.to(tl.int16), mask=g < groups - first)
 
@@ -76,7 +76,7 @@ def _keys(
             g = tl.load(listed + i, mask=i < end, other=0)
         at = g.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         here = (i < end)[:, None] & (at < n)
-        x, key = _load_keys(source, at, here, BITS)
+        x, key = load_keys(source, at, here, BITS)
         m: tl.constexpr = GROUPS * GROUP
         return tl.reshape(x, [m]), tl.reshape(key, [m]), tl.reshape(at, [m]), tl.reshape(here, [m])
 

@@ -54,7 +54,7 @@ def _keys_of(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(row, at, here, BITS: tl.constexpr):
+def load_keys(row, at, here, BITS: tl.constexpr):
     """Return (entries, keys) of columns `at`, with the lowest key where `here` is false."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     x = tl.load(row + at, mask=here, other=0.0)
@@ -80,7 +80,7 @@ def _count(row, N, trial, CHUNK: tl.constexpr, BITS: tl.constexpr):
     total = tl.zeros([], tl.int32)
     for first in range(0, N, CHUNK):
         at = first + tl.arange(0, CHUNK)
-        _, key = _load_keys(row, at, at < N, BITS)
+        _, key = load_keys(row, at, at < N, BITS)
         total += tl.sum(((key >= trial) & (at < N)).to(tl.int32), 0)
     return total
 
@@ -125,7 +125,7 @@ def _put_whole(
     equal = tl.zeros([], tl.int32)
     for first in range(0, N, CHUNK):
         at = first + tl.arange(0, CHUNK)
-        x, key = _load_keys(row, at, at < N, BITS)
+        x, key = load_keys(row, at, at < N, BITS)
         taken, equal = _put(values, indices, x, at, key, bound, taken, ties, equal)
 
 
@@ -138,7 +138,7 @@ def _put_listed(
     j = tl.arange(0, LISTED)
     g = tl.load(listed + j, mask=j < many, other=0)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x, key = _load_keys(row, at, (j < many)[:, None] & (at < N), BITS)
+    x, key = load_keys(row, at, (j < many)[:, None] & (at < N), BITS)
     x = tl.reshape(x, [LISTED * GROUP])
     key = tl.reshape(key, [LISTED * GROUP])
     bound = _kth(key, K, BITS)
@@ -151,7 +151,7 @@ def _order(row, values, indices, K: tl.constexpr, ROOM: tl.constexpr, BITS: tl.c
     """Sort a row's entries: the largest first, equal entries by column."""
     i = tl.arange(0, ROOM)
     at = tl.load(indices + i, mask=i < K, other=0)
-    _, key = _load_keys(row, at, i < K, BITS)
+    _, key = load_keys(row, at, i < K, BITS)
     packed = (key.to(tl.int64) << 32) | (2147483647 - at)
     packed = tl.sort(tl.where(i < K, packed, -9223372036854775808), descending=True)
     at = 2147483647 - (packed & 2147483647)
@@ -169,7 +169,7 @@ def _maxima_kernel(
     m = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * PART + tl.arange(0, PART)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    _, key = _load_keys(scores + m * stride, at, at < N, BITS)
+    _, key = load_keys(scores + m * stride, at, at < N, BITS)
     to = maxima + m * groups + g
     tl.store(to, tl.max(key, 1).to(maxima.dtype.element_ty), mask=g < groups)
 
