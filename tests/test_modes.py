@@ -208,6 +208,32 @@ def test_without_gradients(report, mode):
     assert compiled.calls("splade_head_train") == compiled.calls("entmax_attention_train") == 0
 
 
+def topk_autoencoder(x, up, down):
+    pre = x @ up
+    values, indices = pre.topk(3)
+    return torch.zeros_like(pre).scatter(-1, indices, values.relu()) @ down
+
+
+def batch_topk_autoencoder(x, up, down):
+    pre = (x @ up).relu()
+    values, indices = pre.flatten().topk(12)
+    return torch.zeros_like(pre).flatten().scatter(0, indices, values).view_as(pre) @ down
+
+
+def feed_forward(x, up, down):
+    return torch.relu(x @ up) @ down
+
+
+@pytest.mark.parametrize("program", [topk_autoencoder, batch_topk_autoencoder, feed_forward])
+def test_within_inference_mode(program):
+    """The program has no view of a weight, which AOTAutograd would refuse in there, but an operator needs one."""
+    x, up, down = torch.randn(4, 8), torch.randn(8, 24), torch.randn(24, 8)
+    with sparse_inductor.enabled(policy="always"):
+        found = compile_without_codegen(torch.inference_mode()(program))(x, up, down)
+        assert sparse_inductor.report().rewrites
+    torch.testing.assert_close(found, program(x, up, down))
+
+
 ENERGIES = {
     "a detached rectifier": lambda x, gate, up, down: down(torch.relu(gate(x)).detach() * up(x)),
     "a detached step": lambda x, gate, up, down: torch.log1p(

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .. import compat
 from .fakes import (
     evaluated,
     fake,
@@ -149,7 +150,19 @@ class Emitter:
         if needs_grad and self._recorded:
             require_grad(value)
         node.meta["example_value"] = value
+        entry, is_view = self._entry, isinstance(value, torch.Tensor) and compat.is_view(value)
+        if entry is not None and is_view and all(n < entry for n in node.all_input_nodes):
+            entry.prepend(node)
         return node
+
+    @functools.cached_property
+    def _entry(self) -> fx.Node | None:
+        """The node by which the graph enters the inference mode of the anchor, in which AOTAutograd takes no views of
+        tensors from outside; None if the anchor is in none."""
+        node = self._anchor
+        while modes_of(node).inference:
+            node = node.prev
+        return None if node is self._anchor else node
 
     @functools.cached_property
     def _recorded(self) -> bool:
