@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparse_inductor import ops
+from sparse_inductor.testing import compile_without_codegen
 
 NAN = float("nan")
 
@@ -76,6 +77,30 @@ def test_the_leading_sizes_of_the_result(sizes):
     y = ops.batch_topk_decode(values, indices.int(), w_dec, b_dec, sizes=sizes)
     torch.testing.assert_close(y, f @ w_dec + b_dec)
     y.zero_()  # is no view that autograd protects
+
+
+@pytest.mark.parametrize("shapes", [((7, 8), (12, 8)), ((2, 5, 8), (3, 4, 8))])
+def test_one_graph_for_all_numbers_of_rows(shapes):
+    _, *weights = tensors()
+
+    def program(x):
+        return by_operators(x, *weights, 30)
+
+    compiled = compile_without_codegen(program, dynamic=True)
+    for shape in shapes:
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(f(x).square().sum(), (x, *weights)) for f in (compiled, program))
+        )
+    assert compiled.dynamo_graphs == 1
+
+
+@pytest.mark.parametrize("indices", [[0, 400], [-1, 0]])
+def test_an_index_out_of_range(indices):
+    *_, w_dec, _, _ = tensors()
+    with pytest.raises(IndexError, match="out of range"):
+        values = torch.ones(2, dtype=w_dec.dtype)
+        ops.batch_topk_decode(values, torch.tensor(indices), w_dec, sizes=(10,))
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def columns(indices: Tensor, N: int, rows: Tensor | None = None, M: int = 0) -> 
     else:
         found, entry = (indices.long() * M + rows).sort()
         found = found // max(M, 1)
+        if len(found) and looks_at(found) and not 0 <= found[0] <= found[-1] < N:
+            raise IndexError(f"an index is out of range for {N} columns")
     edges = torch.searchsorted(found, torch.arange(N + 1, device=found.device), out_int32=True)
     return cut_up(entry.int(), edges[:-1].clone(), edges.diff())
 

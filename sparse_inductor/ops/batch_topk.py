@@ -172,14 +172,14 @@ def _row_sums(values, rows, columns, table, M):
     """[M, D]: the sums over the entries of each row of value * table[column]."""
     ops = torch.ops.sparse_inductor
     return ops.sparse_outer(
-        values, table, *ops.sparse_columns(rows, M, columns, len(table)), False, columns
+        values, table, *ops.sparse_columns(rows, M, columns, table.shape[0]), False, columns
     )[0]
 
 
 def _weight_gradients(values, x, rows, columns, weight):
     """(the gradient of a weight [N, D] in the weight's memory order, the gradient of a bias [N])."""
     ops = torch.ops.sparse_inductor
-    lists = ops.sparse_columns(columns, len(weight), rows, len(x))
+    lists = ops.sparse_columns(columns, weight.shape[0], rows, x.shape[0])
     return ops.sparse_outer(values, x, *lists, is_column_major(weight), rows)
 
 
@@ -201,10 +201,10 @@ class _Encode(torch.autograd.Function):
     def backward(ctx, grad, _):
         x, weight, indices = ctx.saved_tensors
         for_x, for_weight, for_bias, *_, for_shift = ctx.needs_input_grad
-        rows, columns = _places(indices, len(weight))
+        rows, columns = _places(indices, weight.shape[0])
         d_x = d_weight = d_bias = d_shift = None
         if for_x:
-            d_x = _row_sums(grad, rows, columns, weight, len(x))
+            d_x = _row_sums(grad, rows, columns, weight, x.shape[0])
         if for_weight or for_bias or (for_shift and not for_x):
             d_weight, d_bias = _weight_gradients(grad, x, rows, columns, weight)
         if for_shift:
@@ -218,14 +218,14 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, indices, weight, M):
         ctx.save_for_backward(values, indices, weight)
-        return _row_sums(values, *_places(indices, len(weight)), weight, M)
+        return _row_sums(values, *_places(indices, weight.shape[0]), weight, M)
 
     @staticmethod
     @first_order("batch_topk_decode")
     def backward(ctx, grad):
         values, indices, weight = ctx.saved_tensors
         for_values, _, for_weight, _ = ctx.needs_input_grad
-        rows, columns = _places(indices, len(weight))
+        rows, columns = _places(indices, weight.shape[0])
         d_values = d_weight = None
         if for_values:
             d_values = torch.ops.sparse_inductor.sparse_dots(grad, weight, columns, rows)

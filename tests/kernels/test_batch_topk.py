@@ -49,6 +49,13 @@ def test_the_k_largest(name, n, k, dtype, device):
     torch.testing.assert_close(found, (values[0], indices[0]), equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("strided", [lambda x: x[::2], lambda x: x[:1].expand(40)])
+def test_entries_may_be_apart_in_memory(strided, device):
+    x = strided(torch.randn(203, device=device))
+    values, indices = aten.top(x[None], 9, False)
+    torch.testing.assert_close(batch.top(x, 9), (values[0], indices[0]), rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", tensors(1))

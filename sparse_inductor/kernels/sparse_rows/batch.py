@@ -174,9 +174,9 @@ def _write_kernel(
 
 
 def top(x: Tensor, k: int, run: Launcher = launch) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of x [n], contiguous, and their int64 positions, in ascending order of the
-    positions. run: launches the kernels."""
-    n = x.numel()
+    """Return the k largest entries of x [n] and their int64 positions, in ascending order of the positions. run:
+    launches the kernels."""
+    x, n = x.contiguous(), x.numel()
     group, part, block, programs = (GROUP, PART, BLOCK, PROGRAMS) if x.is_cuda else (4, 8, 32, 4)
     groups = triton.cdiv(n, group)
     bits = 8 * x.element_size()
