@@ -335,6 +335,58 @@ def test_a_frozen_weight_cuts_no_gradient(program, frozen):
     assert_rewrites(explanation, expected={"topk_encode": 1, decoder: 1})
 
 
+def into_fewer_neurons(s, x):
+    """Not all indices are in range, unless the largest happen to be."""
+    values, indices = (x @ s.W_enc).topk(4)
+    return x.new_zeros(5, 24).scatter(-1, indices, values) @ s.W_dec[:24]
+
+
+def into_fewer_rows(s, x):
+    values, indices = (x @ s.W_enc).flatten().topk(4)
+    f = x.new_zeros(4 * 32)
+    f[indices] = values
+    return f.view(4, 32) @ s.W_dec
+
+
+def by_short_indices(s, x):
+    """Indices repeat in so few bits."""
+    pre = (x @ s.W_enc).flatten()
+    values, indices = pre.topk(4)
+    indices = indices.to(torch.bool).long()
+    return torch.zeros_like(pre).scatter(0, indices, values).view(5, 32) @ s.W_dec
+
+
+def by_bits(s, x):
+    pre = (x @ s.W_enc).flatten()
+    values, indices = pre.detach().topk(4)
+    f = torch.zeros(pre.shape, dtype=torch.int32).scatter(0, indices, values.view(torch.int32))
+    return f.view(torch.float32).view(5, 32) @ s.W_dec
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (into_fewer_neurons, "out of range"),
+        (into_fewer_rows, "out of range"),
+        (by_short_indices, "they may repeat"),
+        (by_bits, None),
+    ],
+)
+def test_what_is_not_scattered_as_it_was_found(program, reason):
+    model = Autoencoder(program)
+    x = torch.cat([torch.randn(3, 8), torch.zeros(2, 8)])  # the largest are in the first rows
+    with only("sparse_decode") as report:
+        try:
+            want = model(x)
+        except (IndexError, RuntimeError) as error:
+            with pytest.raises(type(error)):
+                compile_without_codegen(model)(x)
+        else:
+            torch.testing.assert_close(compile_without_codegen(model)(x), want)
+    assert not report.rewrites
+    assert reason is None or any(reason in miss.reason for miss in report.near_misses)
+
+
 def test_two_decoders_of_the_same_activations():
     def program(s, x):
         values, indices = (x @ s.W_enc).topk(4)

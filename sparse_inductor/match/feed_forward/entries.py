@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...graph.emit import Emitter
 from ...graph.fakes import expected, expected_elements, fake, same_sizes
@@ -168,7 +169,8 @@ def _scattered(
         values, indices = found
         along = True
     zero = view.const(base, node) == 0
-    if not isinstance(indices, fx.Node) or topk_of(view, indices, node) is None:
+    top = topk_of(view, indices, node) if isinstance(indices, fx.Node) else None
+    if top is None:
         if not (zero and along):
             return None
         if isinstance(indices, fx.Node) and indices.op == "placeholder":
@@ -193,6 +195,9 @@ def _scattered(
     rows, given = view.shape(base)[:-1], view.shape(indices)[:-1]
     if not same_sizes(rows, given):
         raise NoMatch("only some rows have entries", node)
+    ranked, size = (view.shape(t)[-1] for t in (view.call(top)["input"], base))
+    if not statically_known_true(ranked <= size):
+        raise NoMatch("the topk may return indices that are out of range here", node)
     return Entries(values, indices, node, base, after)
 
 
@@ -225,8 +230,8 @@ def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | Non
     top = view.call(call["input"])
     if top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
         return None
-    if any(fake(n).is_floating_point() for n in passed):
-        return None
+    if any(fake(n).dtype not in (torch.int64, torch.int32) for n in passed):
+        return None  # indices may repeat after a cast to fewer bits
     return call["input"]
 
 
