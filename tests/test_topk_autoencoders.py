@@ -387,6 +387,24 @@ def test_what_is_not_scattered_as_it_was_found(program, reason):
     assert reason is None or any(reason in miss.reason for miss in report.near_misses)
 
 
+def test_flat_zeros_of_a_symbolic_size():
+    """Without the size of the flat activations, Inductor took that of the zeros from a node behind them."""
+
+    def program(s, x):
+        pre = x @ s.W_enc
+        values, indices = pre.reshape(-1).topk(9)
+        f = torch.zeros_like(pre).view(-1)
+        f[indices] = values
+        f = f.relu().view(pre.shape)
+        return f @ s.W_dec, f.view(-1).sum()
+
+    model, x = Autoencoder(program), torch.randn(5, 8, requires_grad=True)
+    with only("topk_encode") as report:
+        found = compile_without_codegen(model, dynamic=True)(x)
+    assert report.rewrites
+    torch.testing.assert_close(found, model(x))
+
+
 def test_two_decoders_of_the_same_activations():
     def program(s, x):
         values, indices = (x @ s.W_enc).topk(4)

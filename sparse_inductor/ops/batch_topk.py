@@ -188,7 +188,9 @@ class _Encode(torch.autograd.Function):
     def forward(ctx, x, weight, bias, scores, k, ordered, shift):
         x = x if shift is None else x - shift
         product = F.linear(x, weight, bias) if scores is None else scores
-        values, indices = torch.ops.sparse_inductor.batch_topk(product, k)
+        # Flat, so that the graph computes the size of the program's flat zeros before these: Inductor folds views of
+        # constants with a size from any node, also from one that depends on them.
+        values, indices = torch.ops.sparse_inductor.batch_topk(product.flatten(), k)
         if ordered:
             values, order = values.sort(stable=True, descending=True)
             indices = indices[order]
