@@ -88,9 +88,9 @@ def _dots_kernel(
 ):  # fmt: skip
     """Every program writes ENTRIES of one row of values [*, K]: dot products of x[m] with the table rows of its
     entries, where m is the number of the row or, unless rows is None, rows[entry]."""
-    M = tl.num_programs(0) // tl.cdiv(K, ENTRIES)
-    m = (tl.program_id(0) % M).to(tl.int64)
-    e = tl.program_id(0) // M * ENTRIES + tl.arange(0, ENTRIES)
+    parts = tl.cdiv(K, ENTRIES)
+    m = (tl.program_id(0) // parts).to(tl.int64)
+    e = tl.program_id(0) % parts * ENTRIES + tl.arange(0, ENTRIES)
     place = m * K + tl.minimum(e, K - 1)
     n = tl.load(indices + place).to(tl.int64)
     row = m
