@@ -111,8 +111,8 @@ def test_an_index_out_of_range(indices):
         (lambda x, w: ops.batch_topk_encode(x, w, k=1, scores=x), "scores must have 200 elements"),
         (lambda x, w: ops.batch_topk_encode(x, w, k=1, shift=x), "shift must be"),
         (lambda x, w: ops.batch_topk_decode(x[0], x[0], w, sizes=(1,)), "indices must be one of"),
-        (lambda x, w: ops.batch_topk_decode(x, x.long(), w, sizes=(5,)), "values must be"),
-        (lambda x, w: ops.batch_topk_decode(x[0], x.long(), w, sizes=(5,)), "indices must be"),
+        (lambda x, w: ops.batch_topk_decode(x, x.long(), w, sizes=(5,)), "must be \\[k\\]"),
+        (lambda x, w: ops.batch_topk_decode(x[0], x.long(), w, sizes=(5,)), "must be \\[k\\]"),
     ],
 )
 def test_what_does_not_fit_is_named(call, message):

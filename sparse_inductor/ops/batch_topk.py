@@ -25,16 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..aten import sparse_rows as aten
-from ._arguments import (
-    INTEGERS,
-    as_rows,
-    check_floats,
-    check_shape,
-    differ,
-    is_column_major,
-    known,
-    suit_kernels,
-)
+from ._arguments import as_rows, check_floats, known, suit_kernels
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -45,6 +36,13 @@ from ._dispatch import (
     register,
 )
 from ._sharding import whole
+from .sparse_rows import (
+    check_entries,
+    check_k,
+    check_linear,
+    linear_gradients,
+    weight_gradients,
+)
 
 _lib = define(
     "batch_topk(Tensor x, SymInt k) -> (Tensor, Tensor)",
@@ -115,40 +113,18 @@ def batch_topk_decode(
 
 
 def _check_encode(x, weight, bias, scores, k, shift) -> None:
-    if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[1], x.shape[-1]):
+    check_linear(x, weight, bias, shift)
+    sizes = *x.shape[:-1], weight.shape[0]
+    if scores is not None and known(*sizes, *scores.shape) and scores.numel() != math.prod(sizes):
         raise ValueError(
-            f"x must be [..., D] and weight [N, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"scores must have {math.prod(sizes)} elements, got shape {tuple(scores.shape)}"
         )
-    N = weight.shape[0]
-    check_shape("bias", bias, (N,))
-    check_shape("shift", shift, weight.shape[1:])
-    if scores is not None and differ(scores.numel(), x[..., 0].numel() * N):
-        raise ValueError(
-            f"scores must have {x[..., 0].numel() * N} elements, got shape {tuple(scores.shape)}"
-        )
-    _check_k(k, (*x.shape[:-1], N))
-    check_floats("x", x, weight=weight, bias=bias, scores=scores, shift=shift)
-
-
-def _check_k(k, shape) -> None:
-    if known(k, *shape) and not 0 <= k <= math.prod(shape):
-        raise ValueError(f"k must be between 0 and {math.prod(shape)}, got {k}")
-
-
-def _check_decode(values, indices, weight, bias) -> None:
-    check_shape("values", values, (None,), "[k]")
-    check_shape("indices", indices, values.shape)
-    check_shape("weight", weight, (None, None), "[N, D]")
-    check_shape("bias", bias, weight.shape[1:])
-    if indices.dtype not in INTEGERS:
-        raise TypeError(f"indices must be one of {INTEGERS}, got {indices.dtype}")
-    if indices.device != values.device:
-        raise ValueError(f"indices is on {indices.device}, values on {values.device}")
-    check_floats("values", values, weight=weight, bias=bias)
+    check_floats("x", x, scores=scores)
+    check_k(k, *sizes)
 
 
 def _topk(x, k, **run):
-    _check_k(k, x.shape)
+    check_k(k, *x.shape)
     x = x.reshape(-1)
     if suit_kernels(x) and k > 0 and x.numel() <= _MOST:
         from ..kernels.sparse_rows import batch as kernels
@@ -159,7 +135,7 @@ def _topk(x, k, **run):
 
 
 def _fake_topk(x, k):
-    _check_k(k, x.shape)
+    check_k(k, *x.shape)
     return x.new_empty(k), x.new_empty(k, dtype=torch.int64)
 
 
@@ -174,13 +150,6 @@ def _row_sums(values, rows, columns, table, M):
     return ops.sparse_outer(
         values, table, *ops.sparse_columns(rows, M, columns, table.shape[0]), False, columns
     )[0]
-
-
-def _weight_gradients(values, x, rows, columns, weight):
-    """(the gradient of a weight [N, D] in the weight's memory order, the gradient of a bias [N])."""
-    ops = torch.ops.sparse_inductor
-    lists = ops.sparse_columns(columns, weight.shape[0], rows, x.shape[0])
-    return ops.sparse_outer(values, x, *lists, is_column_major(weight), rows)
 
 
 class _Encode(torch.autograd.Function):
@@ -202,18 +171,15 @@ class _Encode(torch.autograd.Function):
     @first_order("batch_topk_encode")
     def backward(ctx, grad, _):
         x, weight, indices = ctx.saved_tensors
-        for_x, for_weight, for_bias, *_, for_shift = ctx.needs_input_grad
         rows, columns = _places(indices, weight.shape[0])
-        d_x = d_weight = d_bias = d_shift = None
-        if for_x:
-            d_x = _row_sums(grad, rows, columns, weight, x.shape[0])
-        if for_weight or for_bias or (for_shift and not for_x):
-            d_weight, d_bias = _weight_gradients(grad, x, rows, columns, weight)
-        if for_shift:
-            # The gradient of x summed over all rows is weight^T times the gradient of the bias.
-            d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -d_x.sum(0)
-        for_operands = d_x, d_weight if for_weight else None, d_bias if for_bias else None
-        return *for_operands, None, None, None, d_shift
+        needs = ctx.needs_input_grad
+        *grads, d_shift = linear_gradients(
+            (*needs[:3], needs[-1]),
+            weight,
+            lambda: _row_sums(grad, rows, columns, weight, x.shape[0]),
+            lambda: weight_gradients(grad, x, columns, weight, rows),
+        )
+        return *grads, None, None, None, d_shift
 
 
 class _Decode(torch.autograd.Function):
@@ -232,7 +198,7 @@ class _Decode(torch.autograd.Function):
         if for_values:
             d_values = torch.ops.sparse_inductor.sparse_dots(grad, weight, columns, rows)
         if for_weight:
-            d_weight, _ = _weight_gradients(values, grad, rows, columns, weight)
+            d_weight, _ = weight_gradients(values, grad, columns, weight, rows)
         return d_values, None, d_weight, None
 
 
@@ -245,7 +211,7 @@ def _encode(x, weight, bias, scores, k, ordered, shift):
 
 def _decode(values, indices, weight, bias, sizes):
     outside_transforms("batch_topk_decode", values, weight, bias)
-    _check_decode(values, indices, weight, bias)
+    check_entries(values, indices, weight, bias, flat=True)
     with autocast_off(values.device.type):
         y = _Decode.apply(values, indices, weight, math.prod(sizes))
         y = y if bias is None else y + bias

@@ -38,6 +38,7 @@ from ._dispatch import (
     register,
 )
 from ._sharding import Rule, dims, whole
+from .sparse_rows import linear_gradients
 
 _ENTRIES = "Tensor count, Tensor index, Tensor values"
 _lib = define(
@@ -198,18 +199,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         ops = torch.ops.sparse_inductor
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, for_shift = ctx.needs_input_grad
         entries = ops.sparse_entries(grad)
-        d_x = d_weight = d_bias = d_shift = None
-        if for_x:
-            d_x = ops.sparse_matmul(grad, *entries, weight)
-        if for_weight or for_bias or (for_shift and not for_x):
+
+        def of_weight():
             d_weight, d_bias = ops.sparse_outer_sum(grad, *entries, x)
-        if for_shift:
-            # The gradient of x summed over all rows is weight^T times the gradient of the bias.
-            d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -d_x.sum(0)
-        d_weight = laid_out_as(weight, d_weight) if for_weight else None
-        return d_x, d_weight, d_bias if for_bias else None, d_shift
+            return laid_out_as(weight, d_weight), d_bias
+
+        of_x = lambda: ops.sparse_matmul(grad, *entries, weight)
+        return linear_gradients(ctx.needs_input_grad, weight, of_x, of_weight)
 
 
 def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tuple[str, int]):

@@ -20,6 +20,9 @@ dense product would compute 0 * inf = NaN.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -111,28 +114,30 @@ def sparse_decode(
     return torch.ops.sparse_inductor.sparse_decode(values, indices, weight, bias)
 
 
-def _check_encode(x, weight, bias, scores, k, shift) -> None:
+def check_linear(x, weight, bias, shift) -> None:
+    """Raises the errors of the operands of (x - shift) @ weight.t() + bias."""
     if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[1], x.shape[-1]):
         raise ValueError(
             f"x must be [..., D] and weight [N, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    N = weight.shape[0]
-    check_shape("bias", bias, (N,))
+    check_shape("bias", bias, weight.shape[:1])
     check_shape("shift", shift, weight.shape[1:])
-    check_shape("scores", scores, (*x.shape[:-1], N), f"[..., {N}]")
-    if known(k, N) and not 0 <= k <= N:
-        raise ValueError(f"k must be between 0 and {N}, got {k}")
-    check_floats("x", x, weight=weight, bias=bias, scores=scores, shift=shift)
+    check_floats("x", x, weight=weight, bias=bias, shift=shift)
 
 
-def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    return x if shift is None else x - shift
+def check_k(k, *sizes) -> None:
+    """Raises ValueError if k is known to be no number of entries among this many."""
+    if known(k, *sizes) and not 0 <= k <= math.prod(sizes):
+        raise ValueError(f"k must be between 0 and {math.prod(sizes)}, got {k}")
 
 
-def _check_decode(values, indices, weight, bias) -> None:
-    if values.dim() < 1 or not same(indices.shape, values.shape):
+def check_entries(values, indices, weight, bias, flat: bool = False) -> None:
+    """Raises the errors of the operands of a decoder. flat: entries are [k], not [..., k]."""
+    right = values.dim() == 1 if flat else values.dim() >= 1
+    if not right or not same(indices.shape, values.shape):
         raise ValueError(
-            f"values and indices must be [..., k], got {tuple(values.shape)} and {tuple(indices.shape)}"
+            f"values and indices must be {'[k]' if flat else '[..., k]'}, got {tuple(values.shape)} and "
+            f"{tuple(indices.shape)}"
         )
     check_shape("weight", weight, (None, None), "[N, D]")
     check_shape("bias", bias, weight.shape[1:])
@@ -141,6 +146,18 @@ def _check_decode(values, indices, weight, bias) -> None:
     if indices.device != values.device:
         raise ValueError(f"indices is on {indices.device}, values on {values.device}")
     check_floats("values", values, weight=weight, bias=bias)
+
+
+def _check_encode(x, weight, bias, scores, k, shift) -> None:
+    check_linear(x, weight, bias, shift)
+    N = weight.shape[0]
+    check_shape("scores", scores, (*x.shape[:-1], N), f"[..., {N}]")
+    check_floats("x", x, scores=scores)
+    check_k(k, N)
+
+
+def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
+    return x if shift is None else x - shift
 
 
 def _sums(*tensors: Tensor):
@@ -168,7 +185,7 @@ def _encode(x, weight, bias, scores, k, ordered, shift, **run):
 
 
 def _decode(values, indices, weight, bias, **run):
-    _check_decode(values, indices, weight, bias)
+    check_entries(values, indices, weight, bias)
     with autocast_off(values.device.type):
         sums = _sums(values, weight)
         y = sums.decode(as_rows(values), as_rows(indices), weight, bias, **run)
@@ -194,11 +211,35 @@ def _outer(values, x, entry, start, total, ends, column_major, rows=None, **run)
         return _sums(x, values).outer(values, as_rows(x), by, column_major, rows, **run)
 
 
-def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
+def weight_gradients(
+    values: Tensor, x: Tensor, indices: Tensor, weight: Tensor, rows: Tensor | None = None
+):
     """(the gradient of a weight [N, D] in the weight's memory order, the gradient of a bias [N])."""
     ops = torch.ops.sparse_inductor
-    lists = ops.sparse_columns(indices, weight.shape[0])
-    return ops.sparse_outer(values, x, *lists, is_column_major(weight))
+    entries = (indices, weight.shape[0], *(() if rows is None else (rows, x.shape[0])))
+    lists = ops.sparse_columns(*entries)
+    return ops.sparse_outer(values, x, *lists, is_column_major(weight), rows)
+
+
+def linear_gradients(
+    needs: Sequence[bool],
+    weight: Tensor,
+    of_x: Callable[[], Tensor],
+    of_weight: Callable[[], tuple[Tensor, Tensor]],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight, bias and shift in (x - shift) @ weight.t() + bias, None where none is needed.
+
+    of_x: computes the gradient of x. of_weight: computes those of the weight and the bias.
+    """
+    for_x, for_weight, for_bias, for_shift = needs
+    d_x = of_x() if for_x else None
+    d_weight = d_bias = d_shift = None
+    if for_weight or for_bias or (for_shift and not for_x):
+        d_weight, d_bias = of_weight()
+    if for_shift:
+        # The gradient of x summed over all rows is weight^T times the gradient of the bias.
+        d_shift = -torch.mv(weight.t(), d_bias) if d_x is None else -as_rows(d_x).sum(0)
+    return d_x, d_weight if for_weight else None, d_bias if for_bias else None, d_shift
 
 
 class _Encode(torch.autograd.Function):
@@ -216,17 +257,14 @@ class _Encode(torch.autograd.Function):
     @first_order("topk_encode")
     def backward(ctx, grad, _):
         x, weight, indices = ctx.saved_tensors
-        for_x, for_weight, for_bias, *_, for_shift = ctx.needs_input_grad
-        d_x = d_weight = d_bias = d_shift = None
-        if for_x:
-            d_x = torch.ops.sparse_inductor.sparse_decode(grad, indices, weight, None)
-        if for_weight or for_bias or (for_shift and not for_x):
-            d_weight, d_bias = _weight_gradients(grad, x, indices, weight)
-        if for_shift:
-            # The gradient of x summed over all rows is weight^T times the gradient of the bias.
-            d_shift = -as_rows(d_x).sum(0) if for_x else -torch.mv(weight.t(), d_bias)
-        for_operands = d_x, d_weight if for_weight else None, d_bias if for_bias else None
-        return *for_operands, None, None, None, d_shift
+        ops, needs = torch.ops.sparse_inductor, ctx.needs_input_grad
+        *grads, d_shift = linear_gradients(
+            (*needs[:3], needs[-1]),
+            weight,
+            lambda: ops.sparse_decode(grad, indices, weight, None),
+            lambda: weight_gradients(grad, x, indices, weight),
+        )
+        return *grads, None, None, None, d_shift
 
 
 class _Decode(torch.autograd.Function):
@@ -244,7 +282,7 @@ class _Decode(torch.autograd.Function):
         if for_values:
             d_values = torch.ops.sparse_inductor.sparse_dots(grad, weight, indices)
         if for_weight:
-            d_weight, _ = _weight_gradients(values, grad, indices, weight)
+            d_weight, _ = weight_gradients(values, grad, indices, weight)
         if for_bias:
             d_bias = as_rows(grad).sum(0)
         return d_values, None, d_weight, d_bias
@@ -257,7 +295,7 @@ def _fake_encode(x, weight, bias, scores, k, ordered, shift):
 
 
 def _fake_decode(values, indices, weight, bias):
-    _check_decode(values, indices, weight, bias)
+    check_entries(values, indices, weight, bias)
     return values.new_empty(*values.shape[:-1], weight.shape[1])
 
 
