@@ -95,7 +95,7 @@ class DecoderMatch:
         e, down = Emitter(self.anchor), self.down
         dtype = fake(self.anchor).dtype  # under autocast, not the inputs' dtype
         values = self.found.values
-        for node in self.found.after:
+        for node in (n for n in self.found.after if n not in self.found.views):
             values = e.again(node, {node.all_input_nodes[0]: values})
         bias = down.emit_bias(e)
         weight = e.method("t", e.cast(down.weight(e), dtype))

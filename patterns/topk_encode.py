@@ -154,7 +154,7 @@ class TopkEncode(Recogniser):
         if shift is not None:
             nodes = only_read_by(view, node, (*above, shift.difference))
         matched = tuple(sorted(nodes, key=view.order.__getitem__))
-        ordered = not views or not (call.get("sorted") is False or _only_scattered(view, node))
+        ordered = not (views and _only_scattered(view, node))
         return EncoderMatch(
             node, chain, scores, k, left, shift, matched, flat=bool(views), ordered=ordered
         )
@@ -168,8 +168,8 @@ class TopkEncode(Recogniser):
 
 
 def _unflattened(view: GraphView, source: fx.Node, topk: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the tensor that a topk takes flattened, and the nodes that flatten it, the last one first; the tensor
-    itself where it is no flattened one."""
+    """Return the tensor that a topk takes flattened, and the nodes that flatten it, the last one first; (source, []) if
+    the input is not a flattened tensor."""
     seen = view.value(source, topk)
     if seen is None or len(view.shape(seen)) != 1:
         return source, []

@@ -129,7 +129,7 @@ def _outer(values: Tensor, rows: Tensor, x: Tensor, by: Columns) -> tuple[Tensor
     if not entry.numel():
         return x.new_zeros(N, x.shape[1]), x.new_zeros(N)
     row, value = rows[entry].long(), values[entry]
-    if looks_at(x) and not x.sum().isfinite():
+    if looks_at(x) and not x.sum(dtype=torch.float64).isfinite():
         # 0 times a value that is not finite is NaN, so a row affects the columns in which it has no entry, too.
         h = values.new_zeros(len(x), N)
         h[row, torch.repeat_interleave(by.total.long())] = value

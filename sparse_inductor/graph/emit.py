@@ -23,7 +23,7 @@ from .fakes import (
     tensors_in,
 )
 from .modes import modes_of
-from .names import name_of
+from .names import canonical, name_of
 from .view import GraphView
 
 _MADE_AGAIN = 8
@@ -151,8 +151,11 @@ class Emitter:
             require_grad(value)
         node.meta["example_value"] = value
         entry, is_view = self._entry, isinstance(value, torch.Tensor) and compat.is_view(value)
-        if entry is not None and is_view and all(n < entry for n in node.all_input_nodes):
-            entry.prepend(node)
+        if entry is not None and is_view:
+            before = {n: _written_from(n, entry) for n in node.all_input_nodes}
+            if all(n < entry for n in before.values()):
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), before.__getitem__)
+                entry.prepend(node)
         return node
 
     @functools.cached_property
@@ -168,6 +171,16 @@ class Emitter:
     def _recorded(self) -> bool:
         """Whether autograd records what runs at the anchor."""
         return modes_of(self._anchor).records
+
+
+def _written_from(node: fx.Node, entry: fx.Node) -> fx.Node:
+    """Return the tensor from before `entry` that a chain of writes in place after it returns, or the node itself."""
+    start = node
+    while not node < entry and (call := canonical(node)) is not None and call.inplace:
+        if not isinstance(call["input"], fx.Node):
+            break
+        node = call["input"]
+    return node if node < entry else start
 
 
 Make = Callable[[Emitter], fx.Node]

@@ -231,11 +231,11 @@ def canonical(node: fx.Node) -> Call | None:
             kwargs["input"], args = args[0], ()
     if (at := trailing_inplace(name, args)) is not None:  # F.relu(x, True)
         inplace, args = inplace or bool(args[at]), args[:at]
+    if name == "view" and ("dtype" in kwargs or torch.dtype in map(type, args)):
+        return None  # the same bits as other numbers
     bound = bind(name, args, kwargs)
     if bound is not None and any(isinstance(bound[d], fx.Node) for d in _DIMS.intersection(bound)):
         return None  # the graph computes the dimension, so it is unknown here
-    if bound is not None and name == "view" and torch.dtype in map(type, bound["shape"]):
-        return None  # the same bits as other numbers
     if bound is not None and name == "einsum":
         if _only_multiplies(**bound):
             name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))

@@ -26,7 +26,7 @@ def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
     may not read the data, or if `other` is not finite, because 0 times such an element is NaN."""
     if not looks_at(h) or not 0 < h.count_nonzero() <= h.numel() // _SPARSE:
         return None
-    if not other.sum().isfinite():
+    if not other.sum(dtype=torch.float64).isfinite():
         return None
     row, column = h.nonzero().unbind(1)
     return row, column

@@ -98,7 +98,8 @@ def batch_topk_decode(
 
     Args:
         values: [k]; fp32, fp16, bf16 or fp64.
-        indices: [k], int64 or int32, distinct, in any order.
+        indices: [k], int64 or int32, distinct, in [0, prod(sizes) * N), in any order. The range is checked on a CPU
+            only.
         weight: [N, D], any strides, in the dtype of `values`. bias: [D] or None.
         sizes: the leading sizes of the result.
 

@@ -12,10 +12,10 @@ Dispatcher operators:
     sparse_columns    the entries of each column in the order of their rows
     sparse_outer      the sums over a column's entries, the gradient of a weight and of a bias
 
-Every row has exactly k entries, except that the last three also take entries [K] with a tensor of their rows, for
-`batch_topk`. NaN counts as the largest value, as in torch.topk. Of equal values those in the
-smallest columns are kept; torch.topk does not specify which. Columns that are not entries contribute nothing, where a
-dense product would compute 0 * inf = NaN.
+Every row has exactly k entries. The last three operators also accept entries in coordinate form, as `batch_topk` has
+them: flat values and columns, and a tensor `rows`. NaN counts as the largest value, as in torch.topk. Of equal values
+those in the smallest columns are kept; torch.topk does not specify which. Columns that are not entries contribute
+nothing, where a dense product would compute 0 * inf = NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _lib = define(
     " -> (Tensor, Tensor)",
     "sparse_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias) -> Tensor",
     "sparse_dots(Tensor x, Tensor weight, Tensor indices, Tensor? rows=None) -> Tensor",
-    "sparse_columns(Tensor indices, SymInt columns, Tensor? rows=None, SymInt height=0)"
+    "sparse_columns(Tensor indices, SymInt columns, Tensor? rows=None, SymInt num_rows=0)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool column_major,"
     " Tensor? rows=None) -> (Tensor, Tensor)",
@@ -199,9 +199,9 @@ def _dots(x, weight, indices, rows=None, **run):
         return sums.dots(as_rows(x), weight, at, rows, **run).view(indices.shape)
 
 
-def _columns(indices, columns, rows=None, height=0):
+def _columns(indices, columns, rows=None, num_rows=0):
     at = as_rows(indices) if rows is None else indices
-    return tuple(_sums(indices).columns(at, columns, rows, height))
+    return tuple(_sums(indices).columns(at, columns, rows, num_rows))
 
 
 def _outer(values, x, entry, start, total, ends, column_major, rows=None, **run):
@@ -303,7 +303,7 @@ def _fake_dots(x, weight, indices, rows=None):
     return x.new_empty(indices.shape)
 
 
-def _fake_columns(indices, columns, rows=None, height=0):
+def _fake_columns(indices, columns, rows=None, num_rows=0):
     new = lambda n: indices.new_empty(n, dtype=torch.int32)
     return new(indices.numel()), new(columns), new(columns), new(columns)
 

@@ -228,9 +228,9 @@ def outer(
     run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 1)
     step = buffered_rows(x, BUFFER) if column_major else N
     for first in range(0, N, step):
-        rows = x.new_empty(min(step, N - first), D) if column_major else out
-        args = *lists, rows, bias, first, D, x.stride(0)
-        run(_outer_kernel, (len(rows), parts), args, constants, 1)
+        buffer = x.new_empty(min(step, N - first), D) if column_major else out
+        args = *lists, buffer, bias, first, D, x.stride(0)
+        run(_outer_kernel, (len(buffer), parts), args, constants, 1)
         if column_major:
-            transpose(rows, out, first, run)
+            transpose(buffer, out, first, run)
     return out.t() if column_major else out, bias

@@ -39,8 +39,8 @@ class Entries:
     """values, indices [..., k] of each row of a tensor, as `scatter` reads them. base: the zeros.
 
     after: the operations that are then applied to the tensor, in order. They are followed by `scaled`: products and
-    quotients with one number per column. views: where values and indices are [k] and of the flattened tensor, the nodes
-    that bring it into its shape, the last one first.
+    quotients with one number per column. views: those of `after` that bring a flat tensor into its shape; if there are
+    any, values and indices are [k] and of the flat tensor.
     """
 
     values: fx.Node
@@ -50,13 +50,12 @@ class Entries:
     after: tuple[fx.Node, ...]
     scaled: tuple[tuple[fx.Node, fx.Node], ...] = ()
     """Each product with its factor, the last one first."""
-    views: tuple[fx.Node, ...] = ()
+    views: frozenset[fx.Node] = frozenset()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The nodes that build the tensor from its entries, last one first."""
-        scaled = (n for n, _ in self.scaled)
-        return (*scaled, *self.views, *reversed(self.after), self.scatter, self.base)
+        return (*(n for n, _ in self.scaled), *reversed(self.after), self.scatter, self.base)
 
 
 def is_last(view: GraphView, node: fx.Node, dim: object) -> bool:
@@ -69,10 +68,10 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
     """The entries of the value that `reader` sees of a tensor; None if nothing is scattered. Raises NoMatch if the rest
     may be non-zero, or if a row may have two entries in one column."""
     after: list[fx.Node] = []
-    views: list[fx.Node] = []
+    views: set[fx.Node] = set()
     scaled: list[tuple[fx.Node, fx.Node]] = []
     node: fx.Node | None = view.value(source, reader)
-    while node is not None and len(after) + len(views) < _LONGEST:
+    while node is not None and len(after) < _LONGEST:
         call = view.call(node)
         if call.name in SCATTERS:
             if views and len(view.shape(node)) != 1:
@@ -80,15 +79,15 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
             found = _scattered(view, node, call, tuple(reversed(after)))
             if found is None:
                 return None
-            return dataclasses.replace(found, scaled=tuple(scaled), views=tuple(views))
+            return dataclasses.replace(found, scaled=tuple(scaled), views=frozenset(views))
         if call.name in REGROUPS and not call.inplace:
-            views.append(node)
+            views.add(node)
+            after.append(node)
             node = view.value(call["input"], node)
             continue
         alone = len(node.all_input_nodes) == 1  # any other operand is a literal number
         by = constant_factor(view, node) if alone else None
-        first = not (after or views)
-        if by is None and call.name in ("mul", "div") and first and not call.inplace:
+        if by is None and call.name in ("mul", "div") and not after and not call.inplace:
             product = by_column(view, node)
             if product is None:
                 return None
