@@ -112,6 +112,11 @@ def test_an_index_out_of_range(indices):
         (lambda x, w: ops.batch_topk_encode(x, w, k=1, shift=x), "shift must be"),
         (lambda x, w: ops.batch_topk_decode(x[0], x[0], w, sizes=(1,)), "indices must be one of"),
         (lambda x, w: ops.batch_topk_decode(x, x.long(), w, sizes=(5,)), "must be \\[k\\]"),
+        (lambda x, w: ops.batch_topk_decode(x[0], x[0].long(), w, sizes=(-1,)), "got \\(-1,\\)"),
+        (
+            lambda x, w: ops.batch_topk_decode(x[0], x[0].long(), w[:0], sizes=(9,)),
+            "between 0 and 0",
+        ),
         (lambda x, w: ops.batch_topk_decode(x[0], x.long(), w, sizes=(5,)), "must be \\[k\\]"),
     ],
 )

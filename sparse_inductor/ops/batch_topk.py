@@ -213,6 +213,9 @@ def _encode(x, weight, bias, scores, k, ordered, shift):
 def _decode(values, indices, weight, bias, sizes):
     outside_transforms("batch_topk_decode", values, weight, bias)
     check_entries(values, indices, weight, bias, flat=True)
+    if known(*sizes) and any(size < 0 for size in sizes):
+        raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
+    check_k(values.shape[0], *sizes, weight.shape[0])
     with autocast_off(values.device.type):
         y = _Decode.apply(values, indices, weight, math.prod(sizes))
         y = y if bias is None else y + bias
