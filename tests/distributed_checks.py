@@ -49,6 +49,14 @@ def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Ten
     attend = lambda q, k, v, bias, alpha: ops.entmax_attention(q, k, v, alpha, bias=bias)
     alpha = torch.full((4, 1, 1), 1.5, device=mesh.device_type)
     q, k, v = draw(3, 4, 5, 8), draw(3, 2, 7, 8), draw(3, 2, 7, 8)
+
+    def topk(x, encoder, decoder):
+        return ops.sparse_decode(*ops.topk_encode(x, encoder, k=3), decoder)
+
+    def batch_topk(x, encoder, decoder):
+        entries = ops.batch_topk_encode(x, encoder, k=9)
+        return ops.batch_topk_decode(*entries, decoder, sizes=x.shape[:1])
+
     return {
         "splade_head": (
             ops.splade_head,
@@ -64,6 +72,8 @@ def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Ten
             lambda x, gate, up, down: ops.relu_ffn(x, gate, down, up),
             (draw(5, 3, 8), draw(12, 8), draw(12, 8), draw(8, 12)),
         ),
+        "topk": (topk, (draw(5, 8), draw(12, 8), draw(12, 8))),
+        "batch_topk": (batch_topk, (draw(4, 8), draw(12, 8), draw(12, 8))),
     }
 
 
@@ -91,6 +101,9 @@ SHARDED = {
         ([R, Shard(0), Shard(0), Shard(1)], Partial()),  # over the neurons, by column and by row
         ([Shard(2), R, R, R], R),
     ],
+    "topk": [([Shard(0), R, R], Shard(0)), ([R, Shard(0), Shard(1)], R)],
+    # DTensor flattens a product that is sharded evenly over its rows, as this operator does.
+    "batch_topk": [([Shard(0), R, R], R), ([R, R, Shard(1)], R)],
 }
 
 
