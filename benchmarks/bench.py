@@ -157,8 +157,8 @@ class Bench:
         self.say(f"{case}: {name} {why}")
 
     def found(self, case: str, name: str) -> Sample | None:
-        """Return the recorded measurement of a contender, or None."""
-        samples = self.results.samples
+        """Return the latest measurement of a contender, or None. Results of earlier runs come first."""
+        samples = reversed(self.results.samples)
         return next((s for s in samples if (s.case, s.contender) == (case, name)), None)
 
     def row(
