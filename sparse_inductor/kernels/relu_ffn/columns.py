@@ -20,7 +20,7 @@ from .packing import popcount
 # Rows per word of the token masks.
 WORD = 32
 # Entries per program that are listed with their rows.
-AT_ONCE = 128
+ENTRIES_PER_PROGRAM = 128
 # Columns of a sum per program of one warp. The second is used if there are fewer than 1 024 columns and their number is
 # not a multiple of 512.
 WIDTHS = 512, 256
@@ -29,13 +29,13 @@ BUFFER = 40 << 20
 
 
 @triton.jit
-def _entries(count, index, rows, number, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (positions, rows, neurons, which of them exist) of the entries of program p: those of row p, which are CAP
-    if count is None, or with `rows` [number] the entries from p * BLOCK on."""
+def _entries(count, index, rows, num_entries, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (positions, rows, neurons, mask) of the entries of program p: those of row p, which are CAP if count is
+    None, or with `rows` [num_entries] the entries from p * BLOCK on."""
     i = tl.arange(0, BLOCK)
     if rows is not None:
         at = tl.program_id(0) * BLOCK + i
-        mask = at < number
+        mask = at < num_entries
         m = tl.load(rows + at, mask=mask, other=0)
     else:
         m = tl.program_id(0) + tl.zeros([BLOCK], tl.int32)
@@ -52,11 +52,11 @@ def _entries(count, index, rows, number, CAP: tl.constexpr, BLOCK: tl.constexpr)
 @relaunched
 @triton.jit
 def _set_bits_kernel(
-    count, index, rows, number, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+    count, index, rows, num_entries, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m. OR commutes: the result is
     deterministic. The first arguments are those of `_entries`."""
-    _at, m, n, mask = _entries(count, index, rows, number, CAP, BLOCK)
+    _at, m, n, mask = _entries(count, index, rows, num_entries, CAP, BLOCK)
     bit = tl.full([BLOCK], 1, tl.int32) << (m % 32)
     tl.atomic_or(bitmask + (m // 32).to(tl.int64) * N + n, bit, mask=mask)
 
@@ -81,11 +81,11 @@ def _count_kernel(bitmask, before, total, words, N, WORDS: tl.constexpr, BN: tl.
 @relaunched
 @triton.jit
 def _place_kernel(
-    count, index, rows, number, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+    count, index, rows, num_entries, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """entry[start[n] + rank] = the position of the entry of row m and neuron n, where rank counts n's tokens before m.
     The first arguments are those of `_entries`."""
-    place, m, n, mask = _entries(count, index, rows, number, CAP, BLOCK)
+    place, m, n, mask = _entries(count, index, rows, num_entries, CAP, BLOCK)
     at = (m // 32).to(tl.int64) * N + n
     lower = (tl.full([BLOCK], 1, tl.int32) << (m % 32)) - 1
     rank = popcount(tl.load(bitmask + at, mask=mask, other=0) & lower)
@@ -140,7 +140,7 @@ class TokenLists(NamedTuple):
         bitmask = index.new_zeros(words, N, dtype=torch.int32)
         before = torch.empty_like(bitmask)
         lists = cls(*(bitmask.new_empty(n) for n in (index.numel(), N, N)))
-        block = triton.next_power_of_2(cap) if rows is None else AT_ONCE
+        block = triton.next_power_of_2(cap) if rows is None else ENTRIES_PER_PROGRAM
         warps = 1 if block <= 128 else 4
         grid = (M if rows is None else triton.cdiv(index.numel(), block),)
         entries = count, index, rows, index.numel()
