@@ -107,7 +107,7 @@ class DecoderMatch:
         if self.found.views:
             more.append([e.size(down.source, i) for i in range(fake(down.source).dim() - 1)])
         y = e.call(
-            own_operator(self.op.rpartition(":")[2]),
+            own_operator(self.op),
             e.cast(values, dtype), self.found.indices, weight, None if bias is None else e.cast(bias, dtype), *more,
         )  # fmt: skip
         y = e.laid_out(down.finish(e, y), fake(self.anchor))

@@ -104,7 +104,7 @@ class ProductMatch:
             if self.rectified is not None and x is self.activations:
                 x, more = self.rectified, [True]
         y = e.call(
-            own_operator(self.op.rpartition(":")[2]),
+            own_operator(self.op),
             e.cast(x, dtype), weight, None if bias is None else e.cast(bias, dtype), *more,
         )  # fmt: skip
         self.anchor.replace_all_uses_with(e.laid_out(linear.finish(e, y), fake(self.anchor)))

@@ -102,7 +102,7 @@ class EncoderMatch:
         (weight,), bias = self.chain.weights_and_bias(e)
         x, shift = shifted(e, linear.linear_input(e), self.shift)
         found = e.call(
-            own_operator(self.op.rpartition(":")[2]),
+            own_operator(self.op),
             e.cast(x, dtype), e.cast(weight, dtype), None if bias is None else e.cast(bias, dtype),
             e.method("detach", self.scores) if self.given else None, self.k, self.ordered, shift,
         )  # fmt: skip

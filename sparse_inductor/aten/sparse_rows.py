@@ -118,17 +118,17 @@ def outer(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums [N, D] of value * x[row] over the entries of each column, in column-major layout if
     `column_major`, and the sums [N] of the values. values: [M, k], or [entries] with their `rows`."""
-    if rows is None:
-        rows = torch.arange(len(values), device=x.device).repeat_interleave(values.shape[1])
-    sums, totals = _outer(values.reshape(-1), rows, x, by)
+    sums, totals = _outer(values, x, by, rows)
     return sums.t().contiguous().t() if column_major else sums, totals
 
 
-def _outer(values: Tensor, rows: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
+def _outer(values: Tensor, x: Tensor, by: Columns, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     N, entry = len(by.start), by.entry.long()
     if not entry.numel():
         return x.new_zeros(N, x.shape[1]), x.new_zeros(N)
-    row, value = rows[entry].long(), values[entry]
+    row = entry // values.shape[1] if rows is None else rows[entry].long()
+    values = values.reshape(-1)
+    value = values[entry]
     if looks_at(x) and not x.sum(dtype=torch.float64).isfinite():
         # 0 times a value that is not finite is NaN, so a row affects the columns in which it has no entry, too.
         h = values.new_zeros(len(x), N)
@@ -136,5 +136,5 @@ def _outer(values: Tensor, rows: Tensor, x: Tensor, by: Columns) -> tuple[Tensor
         return h.t() @ x, h.sum(0)
     start = by.start.long()
     sums = F.embedding_bag(row, x.contiguous(), start, mode="sum", per_sample_weights=value)
-    totals = F.embedding_bag(entry, values.reshape(-1, 1), start, mode="sum")
+    totals = F.embedding_bag(entry, values.unsqueeze(1), start, mode="sum")
     return sums, totals.squeeze(1)

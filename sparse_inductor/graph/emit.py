@@ -30,9 +30,11 @@ _MADE_AGAIN = 8
 
 
 def own_operator(name: str) -> Callable[..., Any]:
-    """Return an operator of this package. The first call defines all of them, because few programs need any."""
+    """Return an operator of this package, by its name with or without the namespace. The first call defines all of
+    them, because few programs need any."""
     importlib.import_module(f"{__package__.partition('.')[0]}.ops")
-    overload: Callable[..., Any] = getattr(torch.ops.sparse_inductor, name).default
+    packet = getattr(torch.ops.sparse_inductor, name.rpartition(":")[2])
+    overload: Callable[..., Any] = packet.default
     return overload
 
 
@@ -150,8 +152,7 @@ class Emitter:
         if needs_grad and self._recorded:
             require_grad(value)
         node.meta["example_value"] = value
-        entry, is_view = self._entry, isinstance(value, torch.Tensor) and compat.is_view(value)
-        if entry is not None and is_view:
+        if (entry := self._entry) is not None and _is_view(value):
             before = {n: _written_from(n, entry) for n in node.all_input_nodes}
             if all(n < entry for n in before.values()):
                 node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), before.__getitem__)
@@ -171,6 +172,10 @@ class Emitter:
     def _recorded(self) -> bool:
         """Whether autograd records what runs at the anchor."""
         return modes_of(self._anchor).records
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and compat.is_view(value)
 
 
 def _written_from(node: fx.Node, entry: fx.Node) -> fx.Node:

@@ -76,6 +76,11 @@ def same_size(a: Any, b: Any) -> bool:
     return a is b or bool(statically_known_true(a == b))
 
 
+def never_larger(a: Any, b: Any) -> bool:
+    """Whether a size is at most another one on every run."""
+    return bool(statically_known_true(a <= b))
+
+
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes are equal on every run."""
     return len(a) == len(b) and all(map(same_size, a, b))

@@ -36,6 +36,11 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
+def shifted(x: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    """x - shift, or x without a shift."""
+    return x if shift is None else x - shift
+
+
 def known(*sizes: object) -> bool:
     """Whether none of the sizes is symbolic."""
     return all(type(s) is int for s in sizes)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..aten import sparse_rows as aten
-from ._arguments import as_rows, check_floats, known, suit_kernels
+from ._arguments import as_rows, check_floats, known, shifted, suit_kernels
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -156,7 +156,7 @@ def _row_sums(values, rows, columns, table, M):
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, scores, k, ordered, shift):
-        x = x if shift is None else x - shift
+        x = shifted(x, shift)
         product = F.linear(x, weight, bias) if scores is None else scores
         # Flat, so that the graph computes the size of the program's flat zeros before these: Inductor folds views of
         # constants with a size from any node, also from one that depends on them.

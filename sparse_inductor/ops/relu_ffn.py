@@ -40,6 +40,7 @@ from ._arguments import (
     fake_gradients,
     is_column_major,
     returned,
+    shifted,
 )
 from ._dispatch import (
     as_autocast,
@@ -237,10 +238,6 @@ def _block(c) -> aten.Block:
     return aten.Block(*weights, f, g, at, thresholds)
 
 
-def _shifted(c):
-    return c.x if c.shift is None else c.x - c.shift
-
-
 def _empty_statistics(x: Tensor, c) -> tuple[Tensor, Tensor]:
     """(statistics of the tokens, counts of the neurons), empty tensors if they are not requested."""
     rows = 0 if not c.stats else 4 if c.stat_weight is None else 5
@@ -270,7 +267,7 @@ def _run(train, c):
     if c.stats and c.thresholds is not None:
         raise ValueError("thresholds are given with return_stats")
     lead = c.x.shape[:-1]
-    x, N = as_rows(_shifted(c)), c.gate.shape[0]
+    x, N = as_rows(shifted(c.x, c.shift)), c.gate.shape[0]
     numbers, active = _empty_statistics(x, c)
     counts = active if c.counts else None
     wanted = aten.Statistics(numbers, c.stat_weight, counts) if c.stats else None
@@ -331,7 +328,7 @@ def _backward(grad, d_stats, *call):
 class _ReluFfn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, popular, shift, x, *tensors):
-        tensors = (x if shift is None else x - shift, *tensors)
+        tensors = (shifted(x, shift), *tensors)
         y, numbers, counts, *packed = torch.ops.sparse_inductor.relu_ffn_train(
             *tensors, *settings, popular
         )
@@ -380,7 +377,7 @@ def _autograd(*call):
         y, *others = _autograd(*c._replace(residual=None))
         return c.residual + y, *others
     if _dense_in_graphs(c):
-        y, *others = _dense(c._replace(x=_shifted(c)))
+        y, *others = _dense(c._replace(x=shifted(c.x, c.shift)))
         return (y if c.residual is None else c.residual + y), *others
     if needs_grad:
         return _ReluFfn.apply(c[_TENSORS:_SETTINGS], c.popular, c.shift, *tensors)

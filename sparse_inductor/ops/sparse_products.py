@@ -28,7 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sparse_products_aten as aten
-from ._arguments import as_rows, check_floats, check_shape, differ, laid_out_as, suit_kernels
+from ._arguments import (
+    as_rows,
+    check_floats,
+    check_shape,
+    differ,
+    laid_out_as,
+    shifted,
+    suit_kernels,
+)
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -184,13 +192,13 @@ class _Product(torch.autograd.Function):
 
 
 def _linear(x, weight, bias, shift=None):
-    return F.linear(x if shift is None else x - shift, weight, bias)
+    return F.linear(shifted(x, shift), weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, shift):
-        x = x if shift is None else x - shift
+        x = shifted(x, shift)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 

@@ -36,6 +36,7 @@ from ._arguments import (
     is_column_major,
     known,
     same,
+    shifted,
     suit_kernels,
 )
 from ._dispatch import (
@@ -156,10 +157,6 @@ def _check_encode(x, weight, bias, scores, k, shift) -> None:
     check_k(k, N)
 
 
-def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    return x if shift is None else x - shift
-
-
 def _sums(*tensors: Tensor):
     """The module that computes sums on these tensors: the kernels if they apply, else ATen."""
     if not suit_kernels(*tensors):
@@ -173,7 +170,7 @@ def _encode(x, weight, bias, scores, k, ordered, shift, **run):
     _check_encode(x, weight, bias, scores, k, shift)
     given = None if scores is None else as_rows(scores)
     with autocast_off(x.device.type):
-        operands = as_rows(_shifted(x, shift)), weight, bias, given, k, ordered
+        operands = as_rows(shifted(x, shift)), weight, bias, given, k, ordered
         if suit_kernels(x, weight) and k:
             from ..kernels.sparse_rows import topk as kernels
 
@@ -216,8 +213,8 @@ def weight_gradients(
 ):
     """(the gradient of a weight [N, D] in the weight's memory order, the gradient of a bias [N])."""
     ops = torch.ops.sparse_inductor
-    entries = (indices, weight.shape[0], *(() if rows is None else (rows, x.shape[0])))
-    lists = ops.sparse_columns(*entries)
+    num_rows = 0 if rows is None else x.shape[0]
+    lists = ops.sparse_columns(indices, weight.shape[0], rows, num_rows)
     return ops.sparse_outer(values, x, *lists, is_column_major(weight), rows)
 
 
@@ -246,7 +243,7 @@ class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, scores, k, ordered, shift):
         _check_encode(x, weight, bias, scores, k, shift)
-        x = _shifted(x, shift)
+        x = shifted(x, shift)
         found = torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered, None)
         values, indices = found
         ctx.save_for_backward(x, weight, indices)

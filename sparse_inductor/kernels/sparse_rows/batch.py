@@ -62,8 +62,8 @@ def _segment(state, many, LISTED: tl.constexpr):
 def _keys(
     source, listed, first, end, n, GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr
 ):
-    """Return (entries, keys, positions, mask) of GROUPS items from `first` on, before `end`. An item is
-    a key if `source` is of integers, else the group of x with this number, or with the number that is listed there."""
+    """Return (entries, keys, positions, mask) of GROUPS items from `first` on, before `end`. An item is a key if
+    `source` is of integers, else the group of x with this number, or with the number that is listed there."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
     i = first + tl.arange(0, GROUPS)
     if source.dtype.element_ty.is_int():

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...graph.emit import Emitter
-from ...graph.fakes import expected, expected_elements, fake, same_sizes
+from ...graph.fakes import expected, expected_elements, fake, never_larger, same_sizes
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -195,7 +194,7 @@ def _scattered(
     if not same_sizes(rows, given):
         raise NoMatch("only some rows have entries", node)
     ranked, size = (view.shape(t)[-1] for t in (view.call(top)["input"], base))
-    if not statically_known_true(ranked <= size):
+    if not never_larger(ranked, size):
         raise NoMatch("the topk may return indices that are out of range here", node)
     return Entries(values, indices, node, base, after)
 
