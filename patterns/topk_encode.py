@@ -148,7 +148,9 @@ class TopkEncode(Recogniser):
                 raise NoMatch(f"the pair that topk returns is also read by {label(user)}", user)
         check_followed(view, above, node)
         mixed = any(fake(n).dtype != fake(scores).dtype for n in above)
-        nodes = only_read_by(view, node, () if mixed else above)
+        # In inference mode torch 2.11 does not trace F.linear, of which the operator of a batch is composed.
+        kept = mixed or (bool(views) and view.in_inference_mode(node))
+        nodes = only_read_by(view, node, () if kept else above)
         left = not nodes.issuperset(above)
         shift = None if left else shift_of(view, linear.source, scores, node)
         if shift is not None:

@@ -265,6 +265,11 @@ def _settled(args: Sequence[Any]) -> bool:
     return True
 
 
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call with these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def outside_transforms(op: str, *args: Any) -> None:
     """Raises NotImplementedError if a torch.func transform or forward-mode differentiation is applied to the operator.
     Autograd kernels call this."""

@@ -33,6 +33,7 @@ from ._dispatch import (
     first_order,
     inline,
     outside_transforms,
+    recorded,
     register,
 )
 from ._sharding import whole
@@ -153,17 +154,23 @@ def _row_sums(values, rows, columns, table, M):
     )[0]
 
 
+def _largest(x, weight, bias, scores, k, ordered):
+    """(values, indices) of the k largest of the product, which may be given as `scores`."""
+    product = F.linear(x, weight, bias) if scores is None else scores
+    # Flat, so that the graph computes the size of the program's flat zeros before these: Inductor folds views of
+    # constants with a size from any node, also from one that depends on them.
+    values, indices = torch.ops.sparse_inductor.batch_topk(product.flatten(), k)
+    if not ordered:
+        return values, indices
+    values, order = values.sort(stable=True, descending=True)
+    return values, indices[order]
+
+
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, scores, k, ordered, shift):
         x = shifted(x, shift)
-        product = F.linear(x, weight, bias) if scores is None else scores
-        # Flat, so that the graph computes the size of the program's flat zeros before these: Inductor folds views of
-        # constants with a size from any node, also from one that depends on them.
-        values, indices = torch.ops.sparse_inductor.batch_topk(product.flatten(), k)
-        if ordered:
-            values, order = values.sort(stable=True, descending=True)
-            indices = indices[order]
+        values, indices = _largest(x, weight, bias, scores, k, ordered)
         ctx.save_for_backward(x, weight, indices)
         ctx.mark_non_differentiable(indices)
         return values, indices
@@ -183,11 +190,15 @@ class _Encode(torch.autograd.Function):
         return *grads, None, None, None, d_shift
 
 
+def _decoded(values, indices, weight, M):
+    return _row_sums(values, *_places(indices, weight.shape[0]), weight, M)
+
+
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, indices, weight, M):
         ctx.save_for_backward(values, indices, weight)
-        return _row_sums(values, *_places(indices, weight.shape[0]), weight, M)
+        return _decoded(values, indices, weight, M)
 
     @staticmethod
     @first_order("batch_topk_decode")
@@ -207,7 +218,9 @@ def _encode(x, weight, bias, scores, k, ordered, shift):
     outside_transforms("batch_topk_encode", x, weight, bias, scores, shift)
     _check_encode(x, weight, bias, scores, k, shift)
     with autocast_off(x.device.type):
-        return _Encode.apply(as_rows(x), weight, bias, scores, k, ordered, shift)
+        if recorded(x, weight, bias, shift):
+            return _Encode.apply(as_rows(x), weight, bias, scores, k, ordered, shift)
+        return _largest(shifted(x, shift), weight, bias, scores, k, ordered)
 
 
 def _decode(values, indices, weight, bias, sizes):
@@ -217,7 +230,8 @@ def _decode(values, indices, weight, bias, sizes):
         raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
     check_k(values.shape[0], *sizes, weight.shape[0])
     with autocast_off(values.device.type):
-        y = _Decode.apply(values, indices, weight, math.prod(sizes))
+        decode = _Decode.apply if recorded(values, weight) else _decoded
+        y = decode(values, indices, weight, math.prod(sizes))
         y = y if bias is None else y + bias
         return y.view(*sizes, weight.shape[1])
 

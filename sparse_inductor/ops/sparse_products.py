@@ -43,6 +43,7 @@ from ._dispatch import (
     define,
     first_order,
     outside_transforms,
+    recorded,
     register,
 )
 from ._sharding import Rule, dims, whole
@@ -225,10 +226,8 @@ def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tup
         outside_transforms(name, x, weight, bias, shift)
         _check(check[0], x, weight, bias, check[1])
         check_shape("shift", shift, x.shape[-1:])
-        tensors = (x, weight, bias, shift)
-        needs_grad = any(t is not None and t.requires_grad for t in tensors)
         with autocast_off(x.device.type):
-            if not (torch.is_grad_enabled() and needs_grad):
+            if not recorded(x, weight, bias, shift):
                 return plain(x, weight, bias, more)
             # The caller may write to the result, so it must not be a view that a Function returns: autograd refuses
             # in-place operations on those.
