@@ -5,7 +5,8 @@
 
 The code between the two products stays as written, with its own gradient: thresholds that are trained with a
 straight-through estimator, gates, a mask by the k-th largest of a batch. `relu_ffn` replaces blocks whose activations
-are not read elsewhere, and `sparse_decode` decoders whose activations are the entries of a top-k.
+are not read elsewhere, and `sparse_decode` decoders whose activations are the entries of a top-k. The gradient of the
+entries then goes past an encoder that is kept, and its own is often zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.view import GraphView
+from sparse_inductor.graph.vocabulary import COPIES, REGROUPS
 from sparse_inductor.match.chains.family import may_be_above
 from sparse_inductor.match.feed_forward.entries import (
     ACTIVATES,
@@ -54,7 +56,7 @@ class ProductMatch:
     """A recognised decoder or encoder product, ready to be replaced.
 
     activations: the tensor that the decoder reads. rectified: the input of the ReLU that computes the activations, if
-    there is one. shift: the result of `shift_of`, for the encoder.
+    there is one. shift: the result of `shift_of`, for the encoder. returned: the result of `_only_returned`.
     """
 
     linear: Linear
@@ -62,6 +64,7 @@ class ProductMatch:
     activations: fx.Node
     rectified: fx.Node | None = None
     shift: Shift | None = None
+    returned: bool = False
     bytes_saved: int | None = 0
     pattern: str = NAME
 
@@ -122,10 +125,11 @@ class SparseProduct(Recogniser):
     signs = ACTIVATES
 
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
-        if (found := _decoder(view, node)) is not None:
-            source = found[0].source
+        found = _decoder(view, node)
+        if found is not None and not found.of_topk:
+            source = found.down.source
             rectified = _rectified(view, source, node)
-            return _checked(ProductMatch(found[0], DECODER, source, rectified), view)
+            return _checked(ProductMatch(found.down, DECODER, source, rectified), view)
         if not view.records(node) or node not in _encoders(view):
             return None
         for linear in sorted(linears(view, node) or (), key=lambda one: not one.over_last):
@@ -133,18 +137,20 @@ class SparseProduct(Recogniser):
                 continue
             for user in decoders_below(view, node):
                 found = _decoder(view, user)
-                if found is not None and node in found[1].encoders:
-                    source = found[0].source
+                if found is not None and node in found.above.encoders:
+                    source = found.down.source
                     rectified = _rectified(view, source, user)
                     shift = shift_of(view, linear.source, node, node)
-                    return _checked(ProductMatch(linear, ENCODER, source, rectified, shift), view)
+                    returned = _only_returned(view, node, found)
+                    match = ProductMatch(linear, ENCODER, source, rectified, shift, returned)
+                    return _checked(match, view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
         other = match.anchor if match.op == DECODER else match.linear.source
         sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
-        rectified = match.rectified is not None
-        return look_up(NAME, fake(match.anchor).device, **sizes, rectified=rectified)
+        sizes |= {"rectified": match.rectified is not None, "returned": match.returned}
+        return look_up(NAME, fake(match.anchor).device, **sizes)
 
 
 def _rectified(view: GraphView, activations: fx.Node, anchor: fx.Node) -> fx.Node | None:
@@ -166,15 +172,37 @@ def _encoders(view: GraphView) -> set[fx.Node]:
     decoders = (
         _decoder(view, n) for n in view.graph.nodes if view.name_of(n) in LAST_AXIS_PRODUCTS
     )
-    return {encoder for found in decoders if found is not None for encoder in found[1].encoders}
+    return {encoder for found in decoders if found is not None for encoder in found.above.encoders}
+
+
+class _Decoder(NamedTuple):
+    """A decoder, read as a linear, and the operations that compute its activations. of_topk: whether these are the
+    entries of a top-k: `sparse_decode` then replaces the decoder, and `topk_encode` an encoder that is not kept."""
+
+    down: Linear
+    above: Activated
+    of_topk: bool
+
+
+def _only_returned(view: GraphView, encoder: fx.Node, decoder: _Decoder) -> bool:
+    """Whether a product is only read by the top-k of the activations and returned: unless the caller has it in a loss,
+    the gradient that arrives for it is zero."""
+    inside = decoder.above.nodes
+    nodes = [encoder] if decoder.of_topk else []
+    for node in nodes:
+        for reader in view.readers(node):
+            name = view.name_of(reader)
+            if reader.op == "output" or (name == "topk" and reader in inside) or reader in nodes:
+                continue
+            if reader not in inside and name not in COPIES | REGROUPS:
+                return False
+            nodes.append(reader)
+    return bool(nodes)
 
 
 @remembered
-def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
-    """Return a decoder, read as a linear, and the activations that it takes; None for any other node.
-
-    Activations that are the entries of a top-k are left to `sparse_decode`.
-    """
+def _decoder(view: GraphView, node: fx.Node) -> _Decoder | None:
+    """Return a decoder of many neurons; None for any other node."""
     if not may_be_above(view, node.all_input_nodes, ACTIVATES):
         return None
     for down in linears(view, node) or ():
@@ -182,8 +210,8 @@ def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
         if between is None:
             continue
         # `entries` also declines, with NoMatch, rows that differ in their number of entries.
-        rows = if_matched(entries, view, down.source, node)
-        return None if rows is not None else (down, between)
+        of_topk = if_matched(entries, view, down.source, node) is not None
+        return _Decoder(down, between, of_topk)
     return None
 
 

@@ -24,12 +24,12 @@ BOTH = {"topk_encode": 1, "sparse_decode": 1}
 
 
 class Autoencoder(nn.Module):
-    def __init__(self, forward):
+    def __init__(self, forward, neurons=32):
         super().__init__()
         torch.manual_seed(0)
-        self.W_enc = nn.Parameter(torch.randn(8, 32))
-        self.W_dec = nn.Parameter(torch.randn(32, 8))
-        self.b_enc, self.b_dec = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(8))
+        self.W_enc = nn.Parameter(torch.randn(8, neurons))
+        self.W_dec = nn.Parameter(torch.randn(neurons, 8))
+        self.b_enc, self.b_dec = nn.Parameter(torch.randn(neurons)), nn.Parameter(torch.randn(8))
         self.threshold = nn.Parameter(torch.tensor(0.5))
         self._forward = forward
 
@@ -260,11 +260,62 @@ def test_values_of_a_rectified_row_may_be_written_to():
 
 
 def test_what_is_returned_stays_as_it_is_written():
-    program = Autoencoder(with_everything_returned)
-    explanation = assert_rewrites(program, (torch.randn(2, 6, 8),), expected=BOTH)
+    program = Autoencoder(with_everything_returned, neurons=64)
+    expected = BOTH | {"sparse_product": 1}
+    explanation = assert_rewrites(program, (torch.randn(2, 6, 8),), expected)
     notes = {r.pattern: r.note for r in explanation.report.rewrites}
     assert notes["topk_encode"].endswith("the product is kept")
     assert notes["sparse_decode"].endswith("the activations are kept")
+    assert notes["sparse_product"] == "the encoder"
+
+
+def only_returned(s, x):
+    pre = ((x - s.b_dec) @ s.W_enc + s.b_enc) * s.W_dec.norm(dim=-1)
+    return largest(pre) @ s.W_dec, pre.unflatten(0, (1, -1)).clone()
+
+
+def in_the_loss(s, x):
+    pre = (x - s.b_dec) @ s.W_enc + s.b_enc
+    return largest(pre) @ s.W_dec, pre.abs().mean()
+
+
+def in_a_second_topk(s, x):
+    pre = (x - s.b_dec) @ s.W_enc + s.b_enc
+    return largest(pre) @ s.W_dec, pre.topk(8).values.sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "returned"),
+    [(only_returned, True), (in_the_loss, False), (in_a_second_topk, False)],
+)
+def test_a_product_that_is_only_returned_has_a_break_even_point_of_its_own(
+    program, returned, monkeypatch
+):
+    """Its gradient is zero unless the caller has it in a loss; the gradients are right in any case."""
+    asked = []
+
+    def look_up(operator, device, **sizes):
+        asked.append(sizes["returned"])
+        return Worth(1.0)
+
+    monkeypatch.setattr(registered()["sparse_product"].__module__ + ".look_up", look_up)
+    model, x = Autoencoder(program, neurons=64).double(), torch.randn(6, 8).double()
+    wanted = [model.W_enc, model.b_enc, model.W_dec, model.b_dec]
+
+    def gradients(program, kept):
+        y, more = program(x)
+        loss = y.square().sum() + (more.sin().sum() if kept else 0)
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+
+    patterns = "topk_encode", "sparse_decode", "sparse_product"
+    with sparse_inductor.enabled(only=patterns, policy=dict.fromkeys(patterns, "always")):
+        rewritten = compile_without_codegen(model)
+        for kept in (False, True):
+            torch.testing.assert_close(gradients(rewritten, kept), gradients(model, kept))
+    torch._dynamo.reset()
+    with sparse_inductor.enabled(only="sparse_product", policy="auto"):
+        compile_without_codegen(model)(x)
+    assert asked == [returned]
 
 
 @pytest.mark.parametrize("captured", [False, True])

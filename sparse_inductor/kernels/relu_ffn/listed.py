@@ -352,14 +352,14 @@ def _add_sums(
     a, x, out, bias_out, scale, rows, n_rows, M, N, K, stride_a, stride_x, stride_on, stride_ok,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's tiles of one sum of `_sums_kernel`."""
+    """Compute this program's tiles of one sum of `_sums_kernel`, and its part of the sums of columns."""
     tiles_m, tiles_n = tl.cdiv(N, BM), tl.cdiv(K, BN)
-    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    programs = tl.num_programs(0)
+    for t in range(tl.program_id(0), tiles_m * tiles_n, programs):
         pm, pn = tile_at(t, tiles_m, tiles_n)
         n = pm * BM + tl.arange(0, BM)
         k = pn * BN + tl.arange(0, BN)
         acc = tl.zeros([BM, BN], tl.float32)
-        total = tl.zeros([BM], tl.float32)
         for i0 in range(0, n_rows, BK):
             i = i0 + tl.arange(0, BK)
             row = tile_rows(rows, n_rows, M, i)[:, None]
@@ -367,17 +367,26 @@ def _add_sums(
             w = tl.load(a + row * stride_a + n[None, :], mask=there & (n < N)[None, :], other=0.0)
             v = tl.load(x + row * stride_x + k[None, :], mask=there & (k < K)[None, :], other=0.0)
             acc = tl.dot(w.T, v, acc, input_precision=PRECISION)
-            if bias_out is not None:
-                w = w.to(tl.float32)
-                if scale is not None:
-                    w *= tl.load(scale + row, mask=there, other=0.0)
-                total += tl.sum(w, 0)
         at = out + n[:, None].to(tl.int64) * stride_on + k[None, :].to(tl.int64) * stride_ok
         mask = (n < N)[:, None] & (k < K)[None, :]
         acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
-        if bias_out is not None and pn == 0:
-            total += tl.load(bias_out + n, mask=n < N, other=0.0).to(tl.float32)
+    if bias_out is not None:
+        # Not in the loop above, which would wait for these sums. The programs with the fewest tiles begin.
+        for pm in range(programs - 1 - tl.program_id(0), tiles_m, programs):
+            n = pm * BM + tl.arange(0, BM)
+            total = tl.load(bias_out + n, mask=n < N, other=0.0).to(tl.float32)
+            for i0 in range(0, n_rows, BK):
+                i = i0 + tl.arange(0, BK)
+                row = tile_rows(rows, n_rows, M, i)[:, None]
+                there = (i < n_rows)[:, None]
+                w = tl.load(
+                    a + row * stride_a + n[None, :], mask=there & (n < N)[None, :], other=0.0
+                )
+                w = w.to(tl.float32)
+                if scale is not None:
+                    w *= tl.load(scale + row, mask=there, other=0.0)
+                total += tl.sum(w, 0)
             tl.store(bias_out + n, total.to(bias_out.dtype.element_ty), mask=n < N)
 
 
