@@ -675,9 +675,23 @@ def test_kernels_of_a_gpu_are_not_compiled_for_ever_new_k(operator):
 
 
 @pytest.mark.parametrize("operator", ["topk_encode", "sparse_decode"])
-@pytest.mark.parametrize(("tokens", "below"), [(256, 0), (512, 1)])
-def test_a_top_k_of_a_batch_has_its_own_break_even_points(operator, tokens, below):
-    sizes = {"neurons": 24_576, "width": 768, "ratio": 768, "bits": 32, "training": 1}
+@pytest.mark.parametrize(
+    ("where", "tokens", "bits", "below"),
+    [
+        ("cpu", 256, 32, 0),
+        ("cpu", 512, 32, 1),
+        ("sm90", 2048, 32, 0),
+        ("sm90", 4096, 16, 1),
+        ("sm90", 4096, 32, 1),
+        ("sm90", 4096, 64, 0),
+    ],
+)
+def test_a_top_k_of_a_batch_has_its_own_break_even_points(
+    operator, where, tokens, bits, below, monkeypatch
+):
+    places = {"cpu": ("cpu",), "sm90": ("sm90", "cuda")}
+    monkeypatch.setattr(break_even, "_places", lambda device: places[where])
+    sizes = {"neurons": 24_576, "width": 768, "ratio": 768, "bits": bits, "training": 1}
     found = break_even.look_up(operator, CPU, tokens=tokens, **sizes, changing=1, batch=1)
     assert found.below == below and "batch" in found.reason
 
