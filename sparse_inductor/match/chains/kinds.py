@@ -74,9 +74,7 @@ def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool
             reader = unwrapped(view, operand)[0]
             if view.name_of(node) != "mul":
                 how = f"a comparison ({label(reader)}) of another value says what is kept"
-                return NoMatch(
-                    f"{how}: one of a projection is followed where it multiplies", reader
-                )
+                return NoMatch(how, reader)
             followed = [n for n in reader.all_input_nodes if "linear" in above(view, n)]
         for n in followed:
             try:

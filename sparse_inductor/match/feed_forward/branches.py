@@ -25,7 +25,7 @@ from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS, NEGATIONS
 from ..chains.backward_walk import BackwardWalk, walk_back
 from ..chains.chain import Chain, scales
-from ..chains.comparisons import is_comparison
+from ..chains.comparisons import is_comparison, kept
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
 from .indicators import indicator, keeping, lone
 
@@ -110,25 +110,26 @@ class _Walk(BackwardWalk):
         whole = isinstance(one.keep, fx.Node) and self.view.same_shape(one.keep, one.x)
         if not whole or self.const(one.other) != 0:
             return super()._selected()
-        kept = self.up(one.x)
-        if len(kept.factors) > 1:
-            with contextlib.suppress(NoMatch):
-                return self._where(one, kept)
-            mask = Term("where", one.keep, (0.0,), "not" if one.negate else None)
-            return kept.then(Element(self.node, (mask,)))
+        x, first = self.up(one.x), None
         try:
-            return super()._selected()
-        except NoMatch as first:
-            with contextlib.suppress(NoMatch):
-                return self._where(one, kept)
+            gate = kept(self.view, self.node, self.up, one.x, one.keep, one.negate, 0.0)
+            if gate is not None:
+                return gate
+        except NoMatch as reason:  # a comparison with a tensor, which is a separate factor
+            first = reason
+        with contextlib.suppress(NoMatch):
+            return self._where(one, x)
+        if first is not None:
             raise first
+        mask = Term("where", one.keep, (0.0,), "not" if one.negate else None)
+        return x.then(Element(self.node, (mask,)))
 
-    def _where(self, one: Selection, kept: EpilogueChain) -> EpilogueChain:
-        """x, with the epilogue `kept`, where a comparison holds, and 0 elsewhere."""
+    def _where(self, one: Selection, x: EpilogueChain) -> EpilogueChain:
+        """The value with the epilogue `x` where a comparison holds, and 0 elsewhere."""
         condition = indicator(self.view, one.keep, one.negate, one.x)
         own = condition.linears[0].node
         found = [condition.then(Element(self.node))]
-        for p in kept.factors:
+        for p in x.factors:
             # The compared value may be infinite or NaN where it is dropped, and 0 times that is NaN.
             terms = (keeping(condition),) if p.linears[0].node is own else ()
             found.append(p.then(Element(self.node, terms)))

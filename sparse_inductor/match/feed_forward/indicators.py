@@ -15,7 +15,7 @@ from torch import fx
 from ...epilogue.steps import Program, Step, render
 from ...graph.no_match import NoMatch, first_match
 from ...graph.view import GraphView
-from ...graph.vocabulary import COMPARISONS
+from ...graph.vocabulary import COMPARISONS, SPREADS
 from ..chains.backward_walk import walk_back
 from ..chains.comparisons import COMPARED, unwrapped
 from ..chains.epilogue_chain import Element, EpilogueChain, Term
@@ -63,6 +63,8 @@ def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) ->
         raise NoMatch("a comparison of what is no linear map", node)
     z, passed = view.behind(z, COMPARED)
     reader, call = [node, *passed][-1], view.call(z)
+    if call.name in SPREADS:
+        raise NoMatch("a comparison of one number per token", node)
     if call.name == "relu" and factor is not None:
         seen, theirs = view.value(z, reader), view.value(factor, node)
         if seen is z and theirs is not None and view.same_value(z, theirs):

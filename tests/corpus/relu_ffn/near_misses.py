@@ -50,21 +50,6 @@ def prolu(x, w, d, b):
     return torch.where((z > 0) & (z + b > 0), z, 0.0) @ d
 
 
-@miss(
-    "a comparison (gt) of another value says what is kept: one of a projection is followed where it multiplies",
-    at="masked_fill(~",
-)
-def filled_by_another_projection(x, m):
-    """a predictor of which neurons are active"""
-    return m.down(F.relu(m.up(x)).masked_fill(~(m.gate(x) > 0), 0.0))
-
-
-@miss("followed where it multiplies", at="torch.where(")
-def selected_by_another_projection(x, m):
-    """the same by where()"""
-    return m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0))
-
-
 @miss("abs is not monotone", at=".abs()")
 def hard_threshold(x, m):
     """the elements of large magnitude, as their comparison with a threshold selects them"""

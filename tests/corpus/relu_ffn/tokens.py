@@ -92,6 +92,31 @@ each(
     # PointNet and the like: linear, batch norm with running statistics, relu, linear
     batch_norm_before=lambda x, p, m: m.down(F.relu(m.bn(m.up(x).transpose(1, 2)).transpose(1, 2))),
     gate_by_sign=lambda x, p, m: m.down(m.up(x) * (m.gate(x) > 0)),
+    selected_by_sign=lambda x, p, m: m.down(torch.where(m.gate(x) > 0.1, m.up(x), 0.0)),
+    # a predictor of which neurons are active
+    filled_by_sign=lambda x, p, m: m.down(F.relu(m.up(x)).masked_fill(~(m.gate(x) > 0), 0.0)),
+    dropped_by_sign=lambda x, p, m: m.down(torch.where(m.gate(x) < m.scale, 0.0, F.relu(m.up(x)))),
+)
+
+
+@weighed()
+def assigned_by_sign(x, p, m):
+    h = F.relu(m.up(x)).clone()
+    h[m.gate(x) < 0] = 0
+    return m.down(h)
+
+
+def _router(x, m):
+    """One number per token, for each neuron."""
+    return F.linear(x, m.gate.weight[:1]).expand(-1, -1, N)
+
+
+each(
+    weighed(),
+    tokens_selected_by_a_router=lambda x, p, m: m.down(
+        torch.where(_router(x, m) > 0, F.relu(m.up(x)), 0.0)
+    ),
+    tokens_times_a_router=lambda x, p, m: m.down((_router(x, m) > 0) * F.relu(m.up(x))),
 )
 
 
@@ -199,7 +224,7 @@ def negative_assigned(x, p, m):
     return m.down(h)
 
 
-@weighed("no_rewrite", "a comparison (lt)", INFER, at="negative = h < 0")
+@weighed("no_rewrite", "a term of every token", INFER, at="h += p")
 def negative_assigned_too_late(x, p, m):
     """the mask was computed before the values changed"""
     h = m.up(x).clone()
