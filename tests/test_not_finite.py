@@ -101,8 +101,10 @@ _T = torch.linspace(-0.5, 0.5, 16)
         (lambda z, u: torch.where(z > 0, z * u, 0.0), torch.nan),
         (lambda z, u: torch.where(z > -0.1, z.relu() * u, 0.0), torch.nan),
         (lambda z, u: (z > 0) * u, torch.nan),
+        (lambda z, u: torch.where(z > 0, u, 0.0), torch.nan),
+        (lambda z, u: u.relu().masked_fill(z <= 0.1, 0.0), -torch.inf),
     ],
-    ids="where rectified replaced filled product another_rectifier gated".split(),
+    ids="where rectified replaced filled product another_rectifier gated selected dropped".split(),
 )
 def test_a_comparison_drops_what_is_no_number(kept, dropped):
     """A comparison with NaN is false, so where() drops NaN as well as -inf.
@@ -299,3 +301,52 @@ def test_a_mask_of_zeros_does_not_hide_what_overflowed():
     expected = module(states, keep)
     assert expected.isnan().any() and not expected.isnan().all()
     torch.testing.assert_close(_compiled(module, states, keep), expected, equal_nan=True)
+
+
+def test_a_token_that_a_slice_leaves_out_is_not_read():
+    """Unrewritten, its logits exist, and 0 times its state is NaN in the gradient of the weight."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            return tokens(self.decoder(h)[:, 1:]).amax(dim=1)
+
+    model, states = Model(), hidden().detach()
+    states[0, 0, 0] = float("nan")
+    expected = model(states)
+    (wanted,) = torch.autograd.grad(expected.sum(), model.decoder.weight)
+    result = _compiled(model, states)
+    (found,) = torch.autograd.grad(result.sum(), model.decoder.weight)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(found[:, 1:], wanted[:, 1:])
+    assert wanted[:, 0].isnan().all() and found.isfinite().all()
+
+
+def test_an_infinite_factor_of_a_term_multiplies_the_maximum_alone():
+    """Unrewritten, it also multiplies the other positions, and infinity times 0 is NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h, idf):
+            return (tokens(self.decoder(h)) * idf.relu()).amax(dim=1)
+
+    model, states = Model(), hidden().detach()
+    idf = torch.ones(37).index_fill(0, torch.arange(9), float("inf"))
+    expected, result = model(states, idf), _compiled(model, states, idf)
+    assert expected[:, :9].isnan().any() and not result[:, :9].isfinite().any()
+    torch.testing.assert_close(result[:, 9:], expected[:, 9:])
+    assert (result[:, :9][~expected[:, :9].isnan()] == torch.inf).all()
+
+
+def test_a_prefix_sum_that_is_nan_is_that_of_one_document():
+    """Unrewritten, all later documents are NaN as well."""
+
+    def scores(query, ids, values, bounds):
+        sums = F.pad((query[ids] * values).cumsum(0), (1, 0))
+        return sums[bounds[1:]] - sums[bounds[:-1]]
+
+    query = torch.rand(8)
+    query[5] = float("nan")  # in the second of four documents
+    inputs = query, torch.arange(12) % 8, torch.arange(1.0, 13), torch.arange(0, 13, 3)
+    with sparse_inductor.enabled(only="sparse_scores", policy="always"):
+        result = compile_without_codegen(scores)(*inputs)
+    assert scores(*inputs).isnan().tolist() == [False, True, True, True]
+    assert result.isnan().tolist() == [False, True, False, False]
