@@ -262,8 +262,8 @@ TABLE: Sequence[Row] = (
                 least={"batch": 1, "tokens": 4096, "neurons": 16_384, "width": 768, "ratio": 512},
             ),
             Row(
-                operator, "sm90", 1, "of a batch in fp32, with TF32 or without: 2.7x to 5.2x in training, 2.3x to 3.5x in"
-                " inference, wall clock on an H200", "2026-12-01", most={"bits": 32},
+                operator, "sm90", 1, "of a batch in fp32, with TF32 or without: 2.7x to 5.2x in training, 2.3x to 3.5x"
+                " in inference, wall clock on an H200", "2026-12-01", most={"bits": 32},
                 least={"batch": 1, "tokens": 4096, "neurons": 24_576, "width": 768, "ratio": 512, "bits": 32},
             ),
             Row(operator, "cuda", 0, "of a small batch: not measured", "2026-12-01", least={"batch": 1}),
