@@ -60,6 +60,8 @@ def _hazard(graph: fx.Graph) -> str | None:
         return "graph that returns a view and what is detached of it"
     if _returns_a_copy(graph, effects):
         return "graph that returns a copy of what it computes"
+    if _ends_in_several_parts(graph):
+        return "graph with results of several parts that can be differentiated apart"
     try:
         if effects.writers and _refused(graph):
             return "graph that writes to what autograd saved"
@@ -94,14 +96,18 @@ def _joining(graph: fx.Graph) -> fx.Node | None:
     """Return the first node of a graph, or of a body in it, at which Dynamo would break it. Bodies are rewritten first,
     so this node may already be an operator."""
     for node in graph.nodes:
-        leaf = getattr(node.target, "__module__", None) == leaves.__name__
-        own = is_operator(node) and facts_of(node.target.name()).joins
-        if leaf or own or _is_function(node):
+        if _is_call(node):
             return node
         inner = (_joining(body.graph) for body in bodies(node))
         if (found := next((n for n in inner if n is not None), None)) is not None:
             return found
     return None
+
+
+def _is_call(node: fx.Node) -> bool:
+    leaf = getattr(node.target, "__module__", None) == leaves.__name__
+    own = is_operator(node) and facts_of(node.target.name()).joins
+    return leaf or own or _is_function(node)
 
 
 def _is_function(node: fx.Node) -> bool:
@@ -156,6 +162,32 @@ def _returns_a_copy(graph: fx.Graph, effects: Effects) -> bool:
         for node in graph.output_node().all_input_nodes
         for source in effects.copied(node)
     )
+
+
+def _ends_in_several_parts(graph: fx.Graph) -> bool:
+    """Whether results that no other result is computed from lie in different parts. In one graph, a backward from
+    one of them frees what the others need, and gives zeros, not None, to inputs of the other parts."""
+    results = graph.output_node().all_input_nodes
+    pending = [n for r in results if _requires_gradient(r) for n in r.all_input_nodes]
+    used: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in used and _requires_gradient(node):
+            used.add(node)
+            pending += node.all_input_nodes
+    part, parts = 0, set()
+    for node in graph.nodes:
+        joins = _is_call(node) or any(_joins(body.graph) for body in bodies(node))
+        part += joins
+        computed = node in results and node.op not in ("placeholder", "get_attr")
+        if computed and node not in used and _requires_gradient(node):
+            parts.add(part)
+        part += joins
+    return len(parts) > 1
+
+
+def _requires_gradient(node: fx.Node) -> bool:
+    return any(t.requires_grad for t in tensors_in(fake(node)))
 
 
 def _refused(graph: fx.Graph) -> bool:

@@ -332,6 +332,40 @@ def test_what_torch_alone_compiles_apart_from_a_call(program):
     torch.testing.assert_close(got, expected)
 
 
+def test_results_of_several_parts_are_differentiated_apart():
+    """In one graph, the second backward would fail, and the first would give zeros in place of None."""
+
+    def program(linear, x, scores):
+        return torch.tanh(x), linear(entmax.sparsemax(scores, -1))
+
+    def outcome(compiled):
+        (linear, x), scores = module_and_inputs(), torch.ones(4, 7, requires_grad=True)
+        found = []
+        for result in compiled(linear, x, scores):
+            result.square().sum().backward()
+            found += [t.grad for t in (linear.weight, x, scores)]
+        return found
+
+    expected = outcome(compile_without_codegen(program))
+    assert expected[0] is None
+    with only("entmax"):
+        got = outcome(compile_without_codegen(program))
+    torch.testing.assert_close(got, expected)
+
+
+def test_results_behind_one_another_stay_in_one_graph():
+    def program(x):
+        z = x * 2
+        p = entmax.sparsemax(z, -1)
+        y = p.exp()
+        return z, p, y, y.sin()
+
+    with only("entmax") as report:
+        compiled = compile_without_codegen(program)
+        compiled(torch.randn(4, 7, requires_grad=True))
+        assert compiled.dynamo_graphs == 1 and len(report.rewrites) == 1
+
+
 def test_what_ends_at_a_call_is_a_near_miss():
     """The body of the checkpoint was rewritten before Dynamo restarted; that rewrite must not be in the report."""
     with only("entmax") as report:
@@ -440,7 +474,7 @@ def test_a_compile_that_restarts_at_a_call_reports_each_block_once():
     up, down = torch.nn.Linear(7, 16), torch.nn.Linear(16, 7)
 
     def program(x, z):
-        return down(torch.relu(up(x))), entmax.entmax15(z, dim=-1)
+        return down(torch.relu(up(x))) + entmax.entmax15(z, dim=-1)
 
     with sparse_inductor.enabled(policy="auto"):
         report = sparse_inductor.report()
