@@ -98,7 +98,7 @@ def test_the_packages_code_under_a_call_that_stays_as_written_is_no_near_miss():
         report.clear()
         rows = compile_without_codegen(lambda x: entmax.sparsemax(x, -1).exp())
         rows(torch.randn(3, 7, requires_grad=True)).sum().backward()
-        assert report.graphs > 1 and report.pending and not report.near_misses
+        assert report.pending and not report.near_misses
 
 
 @pytest.mark.parametrize("steps", (20, 50))
@@ -481,7 +481,8 @@ def test_a_compile_that_restarts_at_a_call_reports_each_block_once():
         report.clear()
         compile_without_codegen(program)(torch.randn(3, 7), torch.randn(3, 7, requires_grad=True))
         here = [p.pattern for p in report.pending if "test_entmax_dynamo" in p.location]
-    assert sorted(here) == ["entmax", "relu_ffn"]
+    # From torch 2.14 on, Dynamo does not compile the part in front of the call.
+    assert sorted(here) == (["entmax", "relu_ffn"] if torch.__version__ < (2, 14) else ["entmax"])
 
 
 def test_what_dynamo_cannot_trace_behind_a_call():
