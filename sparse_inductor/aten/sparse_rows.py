@@ -13,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import looks_at
+from . import all_finite, looks_at
 
 # Elements of a chunk: 16 MiB of fp32, which fits into a last-level cache.
 _CHUNK = 1 << 22
+# Entries of a group in `top_of_batch`, and groups for each of the k entries from which on their maxima are used.
+_GROUP, _EACH = 32, 4
+# Columns of a matrix that are transposed at a time: in torch, a whole matrix is transposed by one thread.
+_TRANSPOSED = 256
 # The most entries of a column that one kernel program sums. Longer columns are split into pieces of this size.
 PIECE = 256
 
@@ -55,6 +59,22 @@ def top(scores: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
         values, order = values.sort(dim=1, descending=True, stable=True)
         indices = indices.gather(1, order)
     return values, indices
+
+
+def top_of_batch(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top` of one long row x [n], by position. On a CPU, of groups of entries only those are searched whose maximum
+    reaches the k-th largest maximum; no others can contain one of the k largest entries."""
+    groups = x.numel() // _GROUP
+    if not (looks_at(x) and 0 < _EACH * k <= groups):
+        values, indices = top(x.unsqueeze(0), k, False)
+        return values.squeeze(0), indices.squeeze(0)
+    whole, rest = x.split([groups * _GROUP, x.numel() - groups * _GROUP])
+    maxima = whole.view(groups, _GROUP).amax(1)
+    listed = (~(maxima < maxima.topk(k).values[-1])).nonzero()  # also those that are NaN
+    places = torch.arange(_GROUP).add(listed * _GROUP).flatten()
+    places = torch.cat([places, torch.arange(len(whole), x.numel())])
+    values, at = top(x[places].unsqueeze(0), k, False)
+    return values.squeeze(0), places[at.squeeze(0)]
 
 
 def encode(
@@ -119,7 +139,15 @@ def outer(
     """Return the sums [N, D] of value * x[row] over the entries of each column, in column-major layout if
     `column_major`, and the sums [N] of the values. values: [M, k], or [entries] with their `rows`."""
     sums, totals = _outer(values, x, by, rows)
-    return sums.t().contiguous().t() if column_major else sums, totals
+    return _column_major(sums) if column_major else sums, totals
+
+
+def _column_major(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[1], x.shape[0])
+    for i in range(0, len(x), _TRANSPOSED):
+        part = x[i : i + _TRANSPOSED]
+        out.narrow(1, i, len(part)).copy_(part.t())
+    return out.t()
 
 
 def _outer(values: Tensor, x: Tensor, by: Columns, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,7 +157,7 @@ def _outer(values: Tensor, x: Tensor, by: Columns, rows: Tensor | None) -> tuple
     row = entry // values.shape[1] if rows is None else rows[entry].long()
     values = values.reshape(-1)
     value = values[entry]
-    if looks_at(x) and not x.sum(dtype=torch.float64).isfinite():
+    if looks_at(x) and not all_finite(x):
         # 0 times a value that is not finite is NaN, so a row affects the columns in which it has no entry, too.
         h = values.new_zeros(len(x), N)
         h[row, torch.repeat_interleave(by.total.long())] = value

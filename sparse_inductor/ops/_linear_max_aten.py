@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..aten import compute_dtype, looks_at
+from ..aten import all_finite, compute_dtype, looks_at
 from ..aten.csr import csr
 from ..epilogue.plan import Lowered, Plan
 from ..epilogue.steps import Program, apply, dual, dual_parts, run
@@ -210,7 +210,7 @@ def backward(
         tied |= all_get_one
         shares = _shares(tied, grad, of, rows, low, winner)
         slope = slope.masked_fill(tied, 0.0)
-    finite = hidden.sum().isfinite() and weight.sum().isfinite()
+    finite = all_finite(hidden) and all_finite(weight)
     return (_from_entries if finite else _from_columns)(slope, winner, shares, of, needs)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..aten import looks_at
+from ..aten import all_finite, looks_at
 
 # The ratio of elements to non-zeros from which on `embedding_bag` is faster than a dense product (fp32, AMD EPYC).
 _SPARSE = 32
@@ -26,7 +26,7 @@ def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
     may not read the data, or if `other` is not finite, because 0 times such an element is NaN."""
     if not looks_at(h) or not 0 < h.count_nonzero() <= h.numel() // _SPARSE:
         return None
-    if not other.sum(dtype=torch.float64).isfinite():
+    if not all_finite(other):
         return None
     row, column = h.nonzero().unbind(1)
     return row, column

@@ -132,8 +132,7 @@ def _topk(x, k, **run):
         from ..kernels.sparse_rows import batch as kernels
 
         return kernels.top(x, k, **run)
-    values, indices = aten.top(x.unsqueeze(0), k, False)
-    return values.squeeze(0), indices.squeeze(0)
+    return aten.top_of_batch(x, k)
 
 
 def _fake_topk(x, k):

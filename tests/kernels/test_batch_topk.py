@@ -49,6 +49,18 @@ def test_the_k_largest(name, n, k, dtype, device):
     torch.testing.assert_close(found, (values[0], indices[0]), equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", tensors(1))
+def test_the_k_largest_on_a_cpu(name, dtype):
+    """With 1, 2 and 9 of 40 groups of maxima, the last entries belong to no group; with 40 entries none are used."""
+    x = cast(tensors(1289)[name], dtype, "cpu")
+    order = x.sort(descending=True, stable=True).indices
+    for k in (0, 1, 2, 9, 40, 1289):
+        values, indices = aten.top_of_batch(x, k)
+        assert torch.equal(indices, order[:k].sort().values)
+        torch.testing.assert_close(values, x[indices], equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("strided", [lambda x: x[::2], lambda x: x[:1].expand(40)])
 def test_entries_may_be_apart_in_memory(strided, device):
     x = strided(torch.randn(203, device=device))
