@@ -165,7 +165,7 @@ class TopkEncode(Recogniser):
         k = match.k if isinstance(match.k, int) else fake(match.k)
         x, learnt = match.chain.linear.source, view.needs_grad(match.scores)
         sizes = sizes_of(match.scores, x, match.scores, learnt)
-        sizes |= ratio_of(match.scores, k, whole=match.flat)
+        sizes |= ratio_of(match.scores, k, whole=match.flat) | {"kept": match.given}
         return look_up(NAME, fake(match.scores).device, **sizes)
 
 

@@ -668,6 +668,7 @@ def test_kernels_of_a_gpu_are_not_compiled_for_ever_new_k(operator):
         "bits": 16,
         "training": 1,
         "batch": 0,
+        "kept": 0,
     }
     found = break_even.look_up(operator, torch.device("cuda"), **sizes, changing=1)
     assert found.below == 0 and "k changes" in found.reason
@@ -676,24 +677,28 @@ def test_kernels_of_a_gpu_are_not_compiled_for_ever_new_k(operator):
 
 @pytest.mark.parametrize("operator", ["topk_encode", "sparse_decode"])
 @pytest.mark.parametrize(
-    ("where", "tokens", "bits", "below"),
+    ("where", "tokens", "bits", "kept", "below"),
     [
-        ("cpu", 256, 32, 0),
-        ("cpu", 512, 32, 1),
-        ("sm90", 2048, 32, 0),
-        ("sm90", 4096, 16, 1),
-        ("sm90", 4096, 32, 1),
-        ("sm90", 4096, 64, 0),
+        ("cpu", 32, 32, 0, 0),
+        ("cpu", 64, 32, 0, 1),
+        ("cpu", 256, 32, 1, 0),
+        ("cpu", 512, 32, 1, 1),
+        ("cpu", 512, 16, 0, 0),
+        ("sm90", 2048, 32, 0, 0),
+        ("sm90", 4096, 16, 1, 1),
+        ("sm90", 4096, 32, 0, 1),
+        ("sm90", 4096, 64, 0, 0),
     ],
 )
 def test_a_top_k_of_a_batch_has_its_own_break_even_points(
-    operator, where, tokens, bits, below, monkeypatch
+    operator, where, tokens, bits, kept, below, monkeypatch
 ):
     places = {"cpu": ("cpu",), "sm90": ("sm90", "cuda")}
     monkeypatch.setattr(break_even, "_places", lambda device: places[where])
     sizes = {"neurons": 24_576, "width": 768, "ratio": 768, "bits": bits, "training": 1}
-    found = break_even.look_up(operator, CPU, tokens=tokens, **sizes, changing=1, batch=1)
-    assert found.below == below and "batch" in found.reason
+    sizes |= {"tokens": tokens, "changing": 1, "batch": 1, "kept": kept}
+    found = break_even.look_up(operator, CPU, **sizes)
+    assert found.below == below and ("kept" if kept and not below else "batch") in found.reason
 
 
 def test_a_device_without_a_row_is_left_alone():

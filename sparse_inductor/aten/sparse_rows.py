@@ -68,7 +68,7 @@ def top_of_batch(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if not (looks_at(x) and 0 < _EACH * k <= groups):
         values, indices = top(x.unsqueeze(0), k, False)
         return values.squeeze(0), indices.squeeze(0)
-    whole, rest = x.split([groups * _GROUP, x.numel() - groups * _GROUP])
+    whole = x[: groups * _GROUP]
     maxima = whole.view(groups, _GROUP).amax(1)
     listed = (~(maxima < maxima.topk(k).values[-1])).nonzero()  # also those that are NaN
     places = torch.arange(_GROUP).add(listed * _GROUP).flatten()

@@ -22,11 +22,9 @@ def capacity(N: int) -> int:
 
 
 def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(row, column) of each entry, by row. None, for a dense product, if there are many entries or none, if the host
-    may not read the data, or if `other` is not finite, because 0 times such an element is NaN."""
-    if not looks_at(h) or not 0 < h.count_nonzero() <= h.numel() // _SPARSE:
-        return None
-    if not all_finite(other):
+    """(row, column) of each entry, by row. None, for a dense product, if there are many entries, if the host may not
+    read the data, or if `other` is not finite, because 0 times such an element is NaN."""
+    if not looks_at(h) or h.count_nonzero() > h.numel() // _SPARSE or not all_finite(other):
         return None
     row, column = h.nonzero().unbind(1)
     return row, column
@@ -34,6 +32,8 @@ def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _sums(values: Tensor, table: Tensor, at: Tensor, bags: Tensor, number: int) -> Tensor:
     """The sum of value * table[at] over the entries of each bag. bags: the bag of each entry, in ascending order."""
+    if not len(values):
+        return table.new_zeros(number, table.shape[1])
     starts = torch.searchsorted(bags, torch.arange(number, device=bags.device))
     return F.embedding_bag(
         at, table.contiguous(), starts, mode="sum", per_sample_weights=values.contiguous()
