@@ -76,18 +76,10 @@ class DecoderMatch:
         )
 
     @property
-    def read_elsewhere(self) -> bool:
-        """Whether the activations are also read elsewhere."""
-        return self.found.scatter not in self.matched_nodes
-
-    @property
     def apart(self) -> str:
         """Why `verify` cannot compare the activations: if they are kept, the gradient of the values bypasses them."""
-        return (
-            "the gradient goes past the activations, which others read"
-            if self.read_elsewhere
-            else ""
-        )
+        kept = self.found.scatter not in self.matched_nodes
+        return "the gradient goes past the activations, which others read" if kept else ""
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -96,7 +88,7 @@ class DecoderMatch:
     @property
     def note(self) -> str:
         k = fake(self.found.indices).shape[-1]
-        kept = ", the activations are kept" if self.read_elsewhere else ""
+        kept = "" if self.found.scatter in self.matched_nodes else ", the activations are kept"
         return f"{k} entries {'of the batch' if self.found.views else 'a row'}{kept}"
 
     def replace(self) -> None:
@@ -155,7 +147,6 @@ class SparseDecode(Recogniser):
         down, found = match.down, match.found
         sizes = sizes_of(down.source, down.node, down.node, view.needs_grad(down.node))
         sizes |= ratio_of(down.source, fake(found.values).shape[-1], whole=bool(found.views))
-        sizes["kept"] = match.read_elsewhere
         return look_up(NAME, fake(down.node).device, **sizes)
 
 

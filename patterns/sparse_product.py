@@ -5,8 +5,9 @@
 
 The code between the two products stays as written, with its own gradient: thresholds that are trained with a
 straight-through estimator, gates, a mask by the k-th largest of a batch. `relu_ffn` replaces blocks whose activations
-are not read elsewhere, and `sparse_decode` decoders whose activations are the entries of a top-k. The gradient of the
-entries then goes past an encoder that is kept, and its own is often zero.
+are not read elsewhere, and `sparse_decode` decoders whose activations are the entries of a top-k. An encoder of such a
+decoder is replaced here only if it is read elsewhere, too: where `topk_encode` is rewritten, the gradient of the
+entries bypasses it, and what is left of its own gradient is often zero.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sparse_inductor.example import Layers, examples_of
 from sparse_inductor.graph.checks import check_operands
 from sparse_inductor.graph.contraction import LAST_AXIS_PRODUCTS
 from sparse_inductor.graph.emit import Emitter, own_operator
-from sparse_inductor.graph.fakes import fake
+from sparse_inductor.graph.fakes import fake, has_gradient
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
 from sparse_inductor.graph.recogniser import Recogniser
@@ -34,10 +35,12 @@ from sparse_inductor.match.chains.family import may_be_above
 from sparse_inductor.match.feed_forward.entries import (
     ACTIVATES,
     Activated,
+    Entries,
     Shift,
     activated,
     decoders_below,
     entries,
+    ratio_of,
     shift_of,
     shifted,
     sizes_of,
@@ -56,7 +59,7 @@ class ProductMatch:
     """A recognised decoder or encoder product, ready to be replaced.
 
     activations: the tensor that the decoder reads. rectified: the input of the ReLU that computes the activations, if
-    there is one. shift: the result of `shift_of`, for the encoder. returned: the result of `_only_returned`.
+    there is one. shift: the result of `shift_of`, for the encoder. entries: the result of `_only_selected`, likewise.
     """
 
     linear: Linear
@@ -64,7 +67,7 @@ class ProductMatch:
     activations: fx.Node
     rectified: fx.Node | None = None
     shift: Shift | None = None
-    returned: bool = False
+    entries: Entries | None = None
     bytes_saved: int | None = 0
     pattern: str = NAME
 
@@ -126,7 +129,7 @@ class SparseProduct(Recogniser):
 
     def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
         found = _decoder(view, node)
-        if found is not None and not found.of_topk:
+        if found is not None and found.entries is None:
             source = found.down.source
             rectified = _rectified(view, source, node)
             return _checked(ProductMatch(found.down, DECODER, source, rectified), view)
@@ -137,19 +140,22 @@ class SparseProduct(Recogniser):
                 continue
             for user in decoders_below(view, node):
                 found = _decoder(view, user)
-                if found is not None and node in found.above.encoders:
+                if found is not None and node in found.activated.encoders:
                     source = found.down.source
                     rectified = _rectified(view, source, user)
                     shift = shift_of(view, linear.source, node, node)
-                    returned = _only_returned(view, node, found)
-                    match = ProductMatch(linear, ENCODER, source, rectified, shift, returned)
+                    selected = _only_selected(view, node)
+                    match = ProductMatch(linear, ENCODER, source, rectified, shift, selected)
                     return _checked(match, view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
         other = match.anchor if match.op == DECODER else match.linear.source
         sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
-        sizes |= {"rectified": match.rectified is not None, "returned": match.returned}
+        sizes |= {"rectified": match.rectified is not None, "ratio": 0, "changing": False}
+        if match.entries is not None:
+            k = fake(match.entries.values).shape[-1]
+            sizes |= ratio_of(match.activations, k, whole=bool(match.entries.views))
         return look_up(NAME, fake(match.anchor).device, **sizes)
 
 
@@ -172,32 +178,36 @@ def _encoders(view: GraphView) -> set[fx.Node]:
     decoders = (
         _decoder(view, n) for n in view.graph.nodes if view.name_of(n) in LAST_AXIS_PRODUCTS
     )
-    return {encoder for found in decoders if found is not None for encoder in found.above.encoders}
+    return {
+        encoder for found in decoders if found is not None for encoder in found.activated.encoders
+    }
 
 
 class _Decoder(NamedTuple):
-    """A decoder, read as a linear, and the operations that compute its activations. of_topk: whether these are the
-    entries of a top-k: `sparse_decode` then replaces the decoder, and `topk_encode` an encoder that is not kept."""
+    """A decoder, read as a linear, and its activations. entries: those of a top-k that the activations are, if so."""
 
     down: Linear
-    above: Activated
-    of_topk: bool
+    activated: Activated
+    entries: Entries | None
 
 
-def _only_returned(view: GraphView, encoder: fx.Node, decoder: _Decoder) -> bool:
-    """Whether a product is only read by the top-k of the activations and returned: unless the caller has it in a loss,
-    the gradient that arrives for it is zero."""
-    inside = decoder.above.nodes
-    nodes = [encoder] if decoder.of_topk else []
+def _only_selected(view: GraphView, encoder: fx.Node) -> Entries | None:
+    """Return the entries of the top-k that a decoder below a product takes, if the product is only read by such top-ks
+    and returned: unless the caller has it in a loss, the gradient that arrives for it is zero."""
+    below = [_decoder(view, user) for user in decoders_below(view, encoder)]
+    decoders = [found for found in below if found is not None and found.entries is not None]
+    inside = {n for found in decoders for n in found.activated.nodes}
+    nodes = [encoder]
     for node in nodes:
         for reader in view.readers(node):
             name = view.name_of(reader)
-            if reader.op == "output" or (name == "topk" and reader in inside) or reader in nodes:
+            if reader.op == "output" or not has_gradient(reader) or reader in nodes:
                 continue
             if reader not in inside and name not in COPIES | REGROUPS:
-                return False
-            nodes.append(reader)
-    return bool(nodes)
+                return None
+            if name != "topk":
+                nodes.append(reader)
+    return decoders[0].entries if decoders else None
 
 
 @remembered
@@ -210,8 +220,7 @@ def _decoder(view: GraphView, node: fx.Node) -> _Decoder | None:
         if between is None:
             continue
         # `entries` also declines, with NoMatch, rows that differ in their number of entries.
-        of_topk = if_matched(entries, view, down.source, node) is not None
-        return _Decoder(down, between, of_topk)
+        return _Decoder(down, between, if_matched(entries, view, down.source, node))
     return None
 
 

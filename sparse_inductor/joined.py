@@ -9,6 +9,7 @@ rewritten, Dynamo breaks the graph as usual.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import fx
 from . import compat
 from .facts import facts_of
 from .graph.effects import Effects, bodies, gives_memory, written
-from .graph.fakes import fake, tensors_in
+from .graph.fakes import fake, has_gradient, tensors_in
 from .graph.memory import storages
 from .graph.names import is_operator
 from .match.entmax import leaves
@@ -60,8 +61,8 @@ def _hazard(graph: fx.Graph) -> str | None:
         return "graph that returns a view and what is detached of it"
     if _returns_a_copy(graph, effects):
         return "graph that returns a copy of what it computes"
-    if _ends_in_several_parts(graph):
-        return "graph with results of several parts that can be differentiated apart"
+    if _has_separate_results(graph):
+        return "graph with results that can be differentiated apart"
     try:
         if effects.writers and _refused(graph):
             return "graph that writes to what autograd saved"
@@ -164,30 +165,21 @@ def _returns_a_copy(graph: fx.Graph, effects: Effects) -> bool:
     )
 
 
-def _ends_in_several_parts(graph: fx.Graph) -> bool:
-    """Whether results that no other result is computed from lie in different parts. In one graph, a backward from
-    one of them frees what the others need, and gives zeros, not None, to inputs of the other parts."""
-    results = graph.output_node().all_input_nodes
-    pending = [n for r in results if _requires_gradient(r) for n in r.all_input_nodes]
-    used: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in used and _requires_gradient(node):
-            used.add(node)
-            pending += node.all_input_nodes
-    part, parts = 0, set()
+def _has_separate_results(graph: fx.Graph) -> bool:
+    """Whether two results have no part between the calls in common. Broken there, each can be differentiated by itself;
+    in one graph, a backward from one frees what the other needs, and gives zeros, not None, to its inputs."""
+    part = 1
+    parts: dict[fx.Node, int] = {}  # a bit for each part that a node is computed in, with gradients
     for node in graph.nodes:
         joins = _is_call(node) or any(_joins(body.graph) for body in bodies(node))
-        part += joins
-        computed = node in results and node.op not in ("placeholder", "get_attr")
-        if computed and node not in used and _requires_gradient(node):
-            parts.add(part)
-        part += joins
-    return len(parts) > 1
-
-
-def _requires_gradient(node: fx.Node) -> bool:
-    return any(t.requires_grad for t in tensors_in(fake(node)))
+        part <<= joins
+        if node.op != "output" and has_gradient(node):
+            parts[node] = 0 if node.op in ("placeholder", "get_attr") else part
+            for n in node.all_input_nodes:
+                parts[node] |= parts.get(n, 0)
+        part <<= joins
+    found = {parts.get(result, 0) for result in graph.output_node().all_input_nodes} - {0}
+    return any(not a & b for a, b in itertools.combinations(found, 2))
 
 
 def _refused(graph: fx.Graph) -> bool:

@@ -274,6 +274,16 @@ def only_returned(s, x):
     return largest(pre) @ s.W_dec, pre.unflatten(0, (1, -1)).clone()
 
 
+def counted(s, x):
+    pre = (x - s.b_dec) @ s.W_enc + s.b_enc
+    return largest(pre) @ s.W_dec + (pre.detach() > 0).sum(), pre
+
+
+def with_two_decoders(s, x):
+    pre = (x - s.b_dec) @ s.W_enc + s.b_enc
+    return largest(pre) @ s.W_dec + largest(pre.mul(1)) @ s.W_dec.sin(), pre
+
+
 def in_the_loss(s, x):
     pre = (x - s.b_dec) @ s.W_enc + s.b_enc
     return largest(pre) @ s.W_dec, pre.abs().mean()
@@ -285,17 +295,23 @@ def in_a_second_topk(s, x):
 
 
 @pytest.mark.parametrize(
-    ("program", "returned"),
-    [(only_returned, True), (in_the_loss, False), (in_a_second_topk, False)],
+    ("program", "ratio"),
+    [
+        (only_returned, 64 / 4),
+        (counted, 64 / 4),
+        (with_two_decoders, 64 / 4),
+        (in_the_loss, 0),
+        (in_a_second_topk, 0),
+    ],
 )
 def test_a_product_that_is_only_returned_has_a_break_even_point_of_its_own(
-    program, returned, monkeypatch
+    program, ratio, monkeypatch
 ):
     """Its gradient is zero unless the caller has it in a loss; the gradients are right in any case."""
     asked = []
 
     def look_up(operator, device, **sizes):
-        asked.append(sizes["returned"])
+        asked.append(sizes["ratio"])
         return Worth(1.0)
 
     monkeypatch.setattr(registered()["sparse_product"].__module__ + ".look_up", look_up)
@@ -315,7 +331,7 @@ def test_a_product_that_is_only_returned_has_a_break_even_point_of_its_own(
     torch._dynamo.reset()
     with sparse_inductor.enabled(only="sparse_product", policy="auto"):
         compile_without_codegen(model)(x)
-    assert asked == [returned]
+    assert asked == [ratio]
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -149,6 +149,11 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(tuple(x.values()))
 
 
+def has_gradient(node: fx.Node) -> bool:
+    """Whether autograd records a result of a node."""
+    return any(t.requires_grad for t in tensors_in(fake(node)))
+
+
 def require_grad(value: Any) -> None:
     """Set requires_grad on the fake values of a call that autograd records. A separately traced region
     (nested_compile_region) treats results that require no gradient as not differentiable."""
