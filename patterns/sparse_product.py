@@ -29,6 +29,7 @@ from sparse_inductor.graph.fakes import fake, has_gradient
 from sparse_inductor.graph.gemm import Linear, linears
 from sparse_inductor.graph.no_match import NoMatch, if_matched, once, remembered
 from sparse_inductor.graph.recogniser import Recogniser
+from sparse_inductor.graph.search import reached
 from sparse_inductor.graph.view import GraphView
 from sparse_inductor.graph.vocabulary import COPIES, REGROUPS
 from sparse_inductor.match.chains.family import may_be_above
@@ -59,7 +60,7 @@ class ProductMatch:
     """A recognised decoder or encoder product, ready to be replaced.
 
     activations: the tensor that the decoder reads. rectified: the input of the ReLU that computes the activations, if
-    there is one. shift: the result of `shift_of`, for the encoder. entries: the result of `_only_selected`, likewise.
+    there is one. shift: the result of `shift_of`, for the encoder.
     """
 
     linear: Linear
@@ -67,7 +68,6 @@ class ProductMatch:
     activations: fx.Node
     rectified: fx.Node | None = None
     shift: Shift | None = None
-    entries: Entries | None = None
     bytes_saved: int | None = 0
     pattern: str = NAME
 
@@ -144,18 +144,17 @@ class SparseProduct(Recogniser):
                     source = found.down.source
                     rectified = _rectified(view, source, user)
                     shift = shift_of(view, linear.source, node, node)
-                    selected = _only_selected(view, node)
-                    match = ProductMatch(linear, ENCODER, source, rectified, shift, selected)
-                    return _checked(match, view)
+                    return _checked(ProductMatch(linear, ENCODER, source, rectified, shift), view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
         other = match.anchor if match.op == DECODER else match.linear.source
         sizes = sizes_of(match.activations, other, match.anchor, view.needs_grad(match.anchor))
         sizes |= {"rectified": match.rectified is not None, "ratio": 0, "changing": False}
-        if match.entries is not None:
-            k = fake(match.entries.values).shape[-1]
-            sizes |= ratio_of(match.activations, k, whole=bool(match.entries.views))
+        selected = _only_selected(view, match.anchor) if match.op == ENCODER else None
+        if selected is not None:
+            k = fake(selected.values).shape[-1]
+            sizes |= ratio_of(match.activations, k, whole=bool(selected.views))
         return look_up(NAME, fake(match.anchor).device, **sizes)
 
 
@@ -194,20 +193,19 @@ class _Decoder(NamedTuple):
 def _only_selected(view: GraphView, encoder: fx.Node) -> Entries | None:
     """Return the entries of the top-k that a decoder below a product takes, if the product is only read by such top-ks
     and returned: unless the caller has it in a loss, the gradient that arrives for it is zero."""
-    below = [_decoder(view, user) for user in decoders_below(view, encoder)]
-    decoders = [found for found in below if found is not None and found.entries is not None]
-    inside = {n for found in decoders for n in found.activated.nodes}
-    nodes = [encoder]
-    for node in nodes:
-        for reader in view.readers(node):
-            name = view.name_of(reader)
-            if reader.op == "output" or not has_gradient(reader) or reader in nodes:
-                continue
-            if reader not in inside and name not in COPIES | REGROUPS:
-                return None
-            if name != "topk":
-                nodes.append(reader)
-    return decoders[0].entries if decoders else None
+    found = (_decoder(view, user) for user in decoders_below(view, encoder))
+    decoders = [one for one in found if one is not None and one.entries is not None]
+    inside = {n for one in decoders for n in one.activated.nodes}
+
+    def below(node: fx.Node) -> list[fx.Node]:
+        readers = () if view.name_of(node) == "topk" else view.readers(node)
+        return [n for n in readers if n.op != "output" and has_gradient(n)]
+
+    passing = inside | {encoder}
+    only = all(
+        n in passing or view.name_of(n) in COPIES | REGROUPS for n in reached([encoder], below)
+    )
+    return decoders[0].entries if decoders and only else None
 
 
 @remembered

@@ -11,7 +11,7 @@ from . import compat
 from .ability import unimportable, unsupported_reason
 from .facts import facts_of
 from .graph.checks import check_match
-from .graph.fakes import fake, tensors_in
+from .graph.fakes import fake, has_gradient, tensors_in
 from .graph.memory import storages
 from .graph.no_match import NoMatch, once
 from .graph.view import GraphView, label
@@ -31,7 +31,7 @@ def unrewritable(match: Match, view: GraphView, hooked: bool) -> Miss | None:
     if transform := view.transforms.get(match.anchor):
         reason = f"this runs inside {transform}, which the operator does not take part in"
         return Miss(reason, match.anchor)
-    needs_grad = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
+    needs_grad = has_gradient(match.anchor)
     facts = facts_of(match.op)
     if facts.returns_list and needs_grad and compat.setting("cpp_wrapper"):
         reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"

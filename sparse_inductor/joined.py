@@ -49,7 +49,7 @@ def _hazard(graph: fx.Graph) -> str | None:
         if written(node):
             # AOTAutograd's partitioner recomputes a checkpoint's body in the backward, writes included.
             return f"graph in which the body of {node.target} writes"
-        joins, end = any(_joins(body.graph) for body in bodies(node)), graph.output_node()
+        joins, end = _joins_at(node), graph.output_node()
         if joins and any(effects.changes(result, node, end) for result in node.users):
             # AOTAutograd inlines a checkpoint's body into its caller's graph, and saves its result.
             return f"body of {node.target} whose result is written to"
@@ -90,7 +90,12 @@ def _has_operators(graph: fx.Graph) -> bool:
 
 
 def _joins(graph: fx.Graph) -> bool:
-    return _joining(graph) is not None
+    return any(map(_joins_at, graph.nodes))
+
+
+def _joins_at(node: fx.Node) -> bool:
+    """Whether Dynamo would break a graph at a node, or within a body that it calls."""
+    return _is_call(node) or any(_joins(body.graph) for body in bodies(node))
 
 
 def _joining(graph: fx.Graph) -> fx.Node | None:
@@ -118,8 +123,7 @@ def _is_function(node: fx.Node) -> bool:
 def _lets_one_go(node: fx.Node) -> bool:
     """Whether a body with a joining call has an input that requires a gradient and a floating-point result that does
     not."""
-    given = any(t.requires_grad for n in node.all_input_nodes for t in tensors_in(fake(n)))
-    return given and any(
+    return any(map(has_gradient, node.all_input_nodes)) and any(
         t.is_floating_point() and not t.requires_grad
         for body in bodies(node)
         if _joins(body.graph)
@@ -171,7 +175,7 @@ def _has_separate_results(graph: fx.Graph) -> bool:
     part = 1
     parts: dict[fx.Node, int] = {}  # a bit for each part that a node is computed in, with gradients
     for node in graph.nodes:
-        joins = _is_call(node) or any(_joins(body.graph) for body in bodies(node))
+        joins = _joins_at(node)
         part <<= joins
         if node.op != "output" and has_gradient(node):
             parts[node] = 0 if node.op in ("placeholder", "get_attr") else part

@@ -12,7 +12,7 @@ from .. import compat
 from ..pattern import Match, Miss
 from .contraction import PRODUCTS
 from .effects import gives_memory, writes_past_autograd
-from .fakes import fake, tensors_in
+from .fakes import fake, has_gradient, tensors_in
 from .mesh import is_distributed
 from .names import stored
 from .no_match import NoMatch
@@ -151,7 +151,7 @@ def _check_gradient(
     """Raises NoMatch where a tensor that the match reads requires a gradient, and the operator would pass on a gradient
     that differs from the program's."""
     ends = [match.anchor, *getattr(match, "ends", ())]
-    wanted = {n for n in ends if any(t.requires_grad for t in tensors_in(fake(n)))}
+    wanted = {n for n in ends if has_gradient(n)}
     if not view.records(at):
         for n in wanted:
             raise NoMatch(f"{label(n)} requires a gradient, and the operator runs under no_grad", n)

@@ -20,7 +20,7 @@ from .. import compat
 from ..facts import facts_of
 from .contraction import contraction
 from .emit import Emitter
-from .fakes import fake, memory_order, require_grad, tensors_in
+from .fakes import fake, has_gradient, memory_order, require_grad
 from .memory import storages
 from .names import is_operator
 from .view import GraphView
@@ -35,7 +35,7 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
     written = _Written(view, nodes)
     yield
     new = [n for n in view.graph.nodes if n not in present]
-    recorded = [n for n in new if any(t.requires_grad for t in tensors_in(fake(n)))]
+    recorded = [n for n in new if has_gradient(n)]
     ops = [n for n in recorded if is_operator(n)]
     for op in (n for n in recorded if is_operator(n) or view.name_of(n) in ("mul", "div")):
         for node in op.all_input_nodes:

@@ -49,6 +49,7 @@ from ._dispatch import (
     define,
     first_order,
     outside_transforms,
+    recorded,
     register,
 )
 from ._sharding import Dims, Rule, dims
@@ -369,9 +370,7 @@ def _autograd(*call):
     c = _Call(*call)
     tensors = c[:_TENSORS]
     outside_transforms("relu_ffn", *tensors, c.residual, c.shift)
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*tensors, c.residual, c.shift)
-    )
+    needs_grad = recorded(*tensors, c.residual, c.shift)
     if c.residual is not None and needs_grad:
         _check(c)
         y, *others = _autograd(*c._replace(residual=None))
@@ -399,7 +398,7 @@ def _dense_in_graphs(c) -> bool:
         return False
     from ..kernels.relu_ffn import forward as kernel
 
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in present)
+    needs_grad = recorded(*present)
     flat = as_rows(x)
     few = kernel.is_few(len(flat), block.gate.shape[0])
     return few and (needs_grad or c.stats or not kernel.decode.applies(flat, block))

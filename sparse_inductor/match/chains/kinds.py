@@ -73,8 +73,9 @@ def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool
         if is_comparison(view, operand):
             reader = unwrapped(view, operand)[0]
             if view.name_of(node) != "mul":
-                how = f"a comparison ({label(reader)}) of another value says what is kept"
-                return NoMatch(how, reader)
+                return NoMatch(
+                    f"a comparison ({label(reader)}) of another value says what is kept", reader
+                )
             followed = [n for n in reader.all_input_nodes if "linear" in above(view, n)]
         for n in followed:
             try:
