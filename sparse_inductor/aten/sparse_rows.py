@@ -134,11 +134,18 @@ def cut_up(entry: Tensor, start: Tensor, total: Tensor) -> Columns:
 
 
 def outer(
-    values: Tensor, x: Tensor, by: Columns, column_major: bool, rows: Tensor | None = None
+    values: Tensor,
+    x: Tensor,
+    by: Columns,
+    column_major: bool,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums [N, D] of value * x[row] over the entries of each column, in column-major layout if
+    """Return bias [D] + the sums [N, D] of value * x[row] over the entries of each column, in column-major layout if
     `column_major`, and the sums [N] of the values. values: [M, k], or [entries] with their `rows`."""
     sums, totals = _outer(values, x, by, rows)
+    if bias is not None:
+        sums += bias
     return _column_major(sums) if column_major else sums, totals
 
 

@@ -145,12 +145,11 @@ def _places(indices: Tensor, N) -> tuple[Tensor, Tensor]:
     return (indices // N).int(), (indices % N).int()
 
 
-def _row_sums(values, rows, columns, table, M):
-    """[M, D]: the sums over the entries of each row of value * table[column]."""
+def _row_sums(values, rows, columns, table, bias, M):
+    """[M, D]: bias + the sums over the entries of each row of value * table[column]."""
     ops = torch.ops.sparse_inductor
-    return ops.sparse_outer(
-        values, table, *ops.sparse_columns(rows, M, columns, table.shape[0]), False, columns
-    )[0]
+    lists = ops.sparse_columns(rows, M, columns, table.shape[0])
+    return ops.sparse_outer(values, table, *lists, False, columns, bias)[0]
 
 
 def _largest(x, weight, bias, scores, k, ordered):
@@ -183,34 +182,36 @@ class _Encode(torch.autograd.Function):
         *grads, d_shift = linear_gradients(
             (*needs[:3], needs[-1]),
             weight,
-            lambda: _row_sums(grad, rows, columns, weight, x.shape[0]),
+            lambda: _row_sums(grad, rows, columns, weight, None, x.shape[0]),
             lambda: weight_gradients(grad, x, columns, weight, rows),
         )
         return *grads, None, None, None, d_shift
 
 
-def _decoded(values, indices, weight, M):
-    return _row_sums(values, *_places(indices, weight.shape[0]), weight, M)
+def _decoded(values, indices, weight, bias, M):
+    return _row_sums(values, *_places(indices, weight.shape[0]), weight, bias, M)
 
 
 class _Decode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, indices, weight, M):
+    def forward(ctx, values, indices, weight, bias, M):
         ctx.save_for_backward(values, indices, weight)
-        return _decoded(values, indices, weight, M)
+        return _decoded(values, indices, weight, bias, M)
 
     @staticmethod
     @first_order("batch_topk_decode")
     def backward(ctx, grad):
         values, indices, weight = ctx.saved_tensors
-        for_values, _, for_weight, _ = ctx.needs_input_grad
+        for_values, _, for_weight, for_bias, _ = ctx.needs_input_grad
         rows, columns = _places(indices, weight.shape[0])
-        d_values = d_weight = None
+        d_values = d_weight = d_bias = None
         if for_values:
             d_values = torch.ops.sparse_inductor.sparse_dots(grad, weight, columns, rows)
         if for_weight:
             d_weight, _ = weight_gradients(values, grad, columns, weight, rows)
-        return d_values, None, d_weight, None
+        if for_bias:
+            d_bias = grad.sum(0)
+        return d_values, None, d_weight, d_bias, None
 
 
 def _encode(x, weight, bias, scores, k, ordered, shift):
@@ -229,9 +230,8 @@ def _decode(values, indices, weight, bias, sizes):
         raise ValueError(f"sizes must not be negative, got {tuple(sizes)}")
     check_k(values.shape[0], *sizes, weight.shape[0])
     with autocast_off(values.device.type):
-        decode = _Decode.apply if recorded(values, weight) else _decoded
-        y = decode(values, indices, weight, math.prod(sizes))
-        y = y if bias is None else y + bias
+        decode = _Decode.apply if recorded(values, weight, bias) else _decoded
+        y = decode(values, indices, weight, bias, math.prod(sizes))
         return y.view(*sizes, weight.shape[1])
 
 

@@ -58,7 +58,7 @@ _lib = define(
     "sparse_columns(Tensor indices, SymInt columns, Tensor? rows=None, SymInt num_rows=0)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool column_major,"
-    " Tensor? rows=None) -> (Tensor, Tensor)",
+    " Tensor? rows=None, Tensor? bias=None) -> (Tensor, Tensor)",
 )
 
 
@@ -201,11 +201,11 @@ def _columns(indices, columns, rows=None, num_rows=0):
     return tuple(_sums(indices).columns(at, columns, rows, num_rows))
 
 
-def _outer(values, x, entry, start, total, ends, column_major, rows=None, **run):
+def _outer(values, x, entry, start, total, ends, column_major, rows=None, bias=None, **run):
     by = aten.Columns(entry, start, total, ends)
     values = as_rows(values) if rows is None else values
     with autocast_off(x.device.type):
-        return _sums(x, values).outer(values, as_rows(x), by, column_major, rows, **run)
+        return _sums(x, values).outer(values, as_rows(x), by, column_major, rows, bias, **run)
 
 
 def weight_gradients(
@@ -305,7 +305,7 @@ def _fake_columns(indices, columns, rows=None, num_rows=0):
     return new(indices.numel()), new(columns), new(columns), new(columns)
 
 
-def _fake_outer(values, x, entry, start, total, ends, column_major, rows=None):
+def _fake_outer(values, x, entry, start, total, ends, column_major, rows=None, bias=None):
     N, D = start.shape[0], x.shape[-1]
     return x.new_empty(D, N).t() if column_major else x.new_empty(N, D), x.new_empty(N)
 

@@ -106,6 +106,24 @@ def test_sums_over_entries_in_any_order(sort, device, monkeypatch):
     torch.testing.assert_close(dots, (x @ table.t()).flatten()[where])
 
 
+def test_a_bias_is_added_before_the_sums_are_rounded(device):
+    torch.manual_seed(0)
+    table, bias = torch.randn(9, 40).half(), torch.randn(80).bfloat16()[::2]
+    rows, columns, values = (
+        torch.tensor([6, 0, 3]),
+        torch.tensor([8, 0, 8]),
+        torch.randn(3).half(),
+    )
+    want = bias.double().repeat(7, 1)
+    want[rows] += values[:, None].double() * table[columns].double()
+    table, bias, rows, columns, values = (
+        t.to(device) for t in (table, bias, rows.int(), columns.int(), values)
+    )
+    by = sums.columns(rows, 7, columns, 9)
+    found, _ = sums.outer(values, table, by, False, columns, bias)
+    assert torch.equal(found.cpu(), want.float().half())
+
+
 def test_rows_beside_an_empty_column_are_not_read(device):
     """An empty column has no first entry, and what is not finite in another row does not reach it."""
     x = torch.ones(3, 32, device=device)

@@ -182,12 +182,12 @@ def _pieces_kernel(
 
 @triton.jit(do_not_specialize=["first_column"])
 def _outer_kernel(
-    entry, start, total, ends, rows, x, values, sums, sides, out, bias, first_column, D, stride,
+    entry, start, total, ends, rows, x, values, sums, sides, bias, out, totals, first_column, D, stride,
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, part) writes out[i, part] = the sum over the entries of column n of value * x[row], and bias[n],
-    n = first_column + i. rows: as in `sum_entries`."""
+    """Program (i, part) writes out[i, part] = bias + the sum over the entries of column n of value * x[row], and
+    totals[n], the sum of the values, n = first_column + i. bias: [D] or None. rows: as in `sum_entries`."""
     i = tl.program_id(0).to(tl.int64)
     n = first_column + i
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -200,8 +200,10 @@ def _outer_kernel(
             entry, tl.load(start + n), count, rows, x, values, None, None, d, D, stride,
             K, FLIGHT, EVEN, PAIRS,
         )  # fmt: skip
+    if bias is not None:
+        found += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out + i * D + d, found.to(out.dtype.element_ty), mask=d < D)
-    tl.store(bias + n, side.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
+    tl.store(totals + n, side.to(totals.dtype.element_ty), mask=tl.program_id(1) == 0)
 
 
 def outer(
@@ -210,10 +212,12 @@ def outer(
     by: aten.Columns,
     column_major: bool,
     rows: Tensor | None = None,
+    bias: Tensor | None = None,
     run: Launcher = launch,
 ) -> tuple[Tensor, Tensor]:
-    """Return (sums [N, D] over each column's entries of value * x[row], sums [N] of the values), for values [M, k], or
-    values [entries] with their `rows`. column_major: the layout of the first result. run: launches the kernels."""
+    """Return (bias [D] + sums [N, D] over each column's entries of value * x[row], sums [N] of the values), for values
+    [M, k], or values [entries] with their `rows`. column_major: the layout of the first result. run: launches the
+    kernels."""
     values, x = values.contiguous(), along_rows(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1] if rows is None else 1
@@ -221,7 +225,8 @@ def outer(
     # A column with several pieces has more than `piece` entries, so there are at most two pieces per piece + 1 entries.
     most = max(1, 2 * values.numel() // (piece + 1))
     sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
-    out, bias = x.new_empty((D, N) if column_major else (N, D)), x.new_empty(N)
+    out, totals = x.new_empty((D, N) if column_major else (N, D)), x.new_empty(N)
+    bias = None if bias is None else bias.contiguous()
     constants = {"K": k, "PIECE": piece, **sum_options(x)}
     parts = triton.cdiv(D, constants["WIDTH"])
     lists = *by, rows, x, values, sums, sides
@@ -229,8 +234,8 @@ def outer(
     step = buffered_rows(x, BUFFER) if column_major else N
     for first in range(0, N, step):
         buffer = x.new_empty(min(step, N - first), D) if column_major else out
-        args = *lists, buffer, bias, first, D, x.stride(0)
+        args = *lists, bias, buffer, totals, first, D, x.stride(0)
         run(_outer_kernel, (len(buffer), parts), args, constants, 1)
         if column_major:
             transpose(buffer, out, first, run)
-    return out.t() if column_major else out, bias
+    return out.t() if column_major else out, totals
