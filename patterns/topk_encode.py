@@ -109,7 +109,7 @@ class EncoderMatch:
         values, indices = (e.call(operator.getitem, found, i) for i in (0, 1))
         if self.chain.program:
             # The program may write to the values, since topk saves only its indices. relu would save its result.
-            values = e.call(F.threshold, values, 0.0, 0.0)
+            values = e.call(torch.threshold, values, 0.0, 0.0)
         for user in list(self.anchor.users):
             user.replace_all_uses_with(values if user.args[1] == 0 else indices)
 
