@@ -1106,3 +1106,24 @@ def test_a_write_to_another_part_of_the_memory_is_told_from_one_that_reaches_wha
 
     found = _assert_as_eager(program, torch.randn(2, 6, 6))
     assert found == (["splade_head"] if is_apart else [])
+
+
+def test_a_write_to_a_part_reads_another_part_as_written_before():
+    """What writes to one half of a tensor reads the other half, which was written before."""
+
+    def shifted(m, x):
+        low, high = torch.zeros(2, 8).unbind(0)
+        low[:] = 3.0
+        high = high.add_(low)
+        return (m.a(x) + high).relu().amax(1)
+
+    def gated(m, x):
+        up, gate = m.a(x).chunk(2, -1)
+        up.mul_(0.5)
+        gate.relu_()
+        gate.mul_(up)
+        return F.linear(gate, m.b.weight[:, :4])
+
+    x = torch.randn(2, 5, 6)
+    assert _assert_as_eager(shifted, x, training=False) == ["splade_head"]
+    assert _assert_as_eager(gated, x, training=False) == ["relu_ffn"]

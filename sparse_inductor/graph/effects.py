@@ -196,12 +196,13 @@ class Effects:
         """Return the node whose result `reader` sees when it reads `node`: the last write of all of it, or itself.
 
         None where the last write went through a view of another shape, or past autograd, so that no single node has the
-        value. A reader that is a view reads only the elements that it shows.
+        value. A reader that is a view reads only the elements that it shows; a write in place reads all of its operands.
         """
         if not self.writers:
             return node
         events = self._between(node, self.order[node], self.order[reader])
-        if events and isinstance(fake(reader), torch.Tensor) and self._of(reader) == self._of(node):
+        is_view = isinstance(fake(reader), torch.Tensor) and reader not in self.writers
+        if events and is_view and self._of(reader) == self._of(node):
             events = [(writer, target) for writer, target in events if not apart(target, reader)]
         return _last(events, node) if events else node
 
