@@ -196,7 +196,7 @@ class Effects:
         """Return the node whose result `reader` sees when it reads `node`: the last write of all of it, or itself.
 
         None where the last write went through a view of another shape, or past autograd, so that no single node has the
-        value. A reader that is a view reads only the elements that it shows; a write in place reads all of its operands.
+        value. A reader that is a view reads only the elements that it shows; a write in place is no such reader.
         """
         if not self.writers:
             return node

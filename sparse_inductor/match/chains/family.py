@@ -83,7 +83,14 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
         made = [n for n in nodes if n.op.startswith("call_") and isinstance(fake(n), torch.Tensor)]
         if made and _SMOOTH.issuperset(map(name_of, made)):
             name = None  # a smooth activation with a backward of its own
-    return name, [n for n in node.all_input_nodes if isinstance(fake(n), values)]
+    producers = [n for n in node.all_input_nodes if isinstance(fake(n), values)]
+    return name, [p for n in producers for p in producers_of(view, n, node)]
+
+
+def producers_of(view: GraphView, node: fx.Node, reader: fx.Node) -> list[fx.Node]:
+    """The node whose result `reader` sees when it reads `node`; `node` and its last writer where no node has it."""
+    seen = view.value(node, reader) if view.is_tensor(node) else node
+    return [node, view.effects.last_write(node, reader)[0]] if seen is None else [seen]
 
 
 class _Names:

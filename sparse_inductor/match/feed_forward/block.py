@@ -23,7 +23,7 @@ from ...graph.view import GraphView
 from ...graph.vocabulary import COMPARISONS
 from ..chains.chain import Chain
 from ..chains.epilogue_chain import EpilogueChain, Term
-from ..chains.family import above, may_be_above
+from ..chains.family import above, may_be_above, producers_of
 from ..chains.joined import Joined, joined_summands
 from ..entmax.transform import is_entmax
 from .branches import branches, merged, same_map, same_summand
@@ -195,9 +195,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     reported if it is no block."""
     if not may_be_above(view, [source], RECTIFIER_CALLS):
         return False
-    seen = view.value(source, reader)
-    # An assignment is not a tensor: follow its inputs.
-    sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
+    sources = producers_of(view, source, reader)
     activations = expected_elements(view.shape(source))
 
     def counts(n: fx.Node) -> bool:

@@ -305,6 +305,22 @@ def scaled_in_a_list(x, m):
     return m.down(h)
 
 
+@miss("changed in place through a view of it", modes=INFER, at=".relu_()")
+def rectified_through_a_view(x, m):
+    """the statement rectifies a view of the activations, with the tokens flattened"""
+    h = m.up(x)
+    h.view(-1, N).relu_()
+    return m.down(h)
+
+
+@miss("changed in place through a view of it", modes=INFER, at=".relu_()")
+def rectified_token_by_token(x, m):
+    h = m.up(x)
+    for token in h.unbind(1):
+        token.relu_()
+    return m.down(h)
+
+
 @program("no_rewrite", "getitem is changed in place", modes=INFER, at="gate.mul_(2)")
 def overlapping_parts_in_place():
     """the other factor shares a neuron with the part that was scaled in place"""
