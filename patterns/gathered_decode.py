@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,8 @@ class GatheredMatch:
 
     gather: the node that computes weight[indices], or the anchor itself if that is an embedding_bag. ones: the axes of
     size 1 that the values have in addition to those of the indices, and that the anchor has in addition to [..., D].
-    settled: the nodes from the weight to the rows, if they pass on no gradient to it.
+    columns: whether columns of the weight are gathered, weight[:, indices]. first: whether D comes first in the anchor,
+    as it does in these columns. settled: the nodes from the weight to the rows, if they pass on no gradient to it.
     """
 
     anchor: fx.Node
@@ -61,6 +63,8 @@ class GatheredMatch:
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     ones: tuple[Sequence[int], Sequence[int]] = ((), ())
+    columns: bool = False
+    first: bool = False
     settled: tuple[fx.Node, ...] = ()
     pattern, op = NAME, OP
 
@@ -81,12 +85,16 @@ class GatheredMatch:
         y, values, weight = fake(self.anchor), self.values, self.weight
         if self.settled:
             weight = e.method("detach", weight)
+        if self.columns:
+            weight = e.permuted(weight, (1, 0))
         for axis in reversed(self.ones[0]):
             values = e.method("squeeze", values, axis)
         found = e.call(
             own_operator("sparse_decode"),
             e.cast(values, y.dtype), self.indices, e.cast(weight, y.dtype), None,
         )  # fmt: skip
+        if self.first:
+            found = e.method("movedim", found, -1, 0)
         for axis in self.ones[1]:
             found = e.method("unsqueeze", found, axis)
         self.anchor.replace_all_uses_with(e.laid_out(found, y))
@@ -113,7 +121,11 @@ class GatheredDecode(Recogniser):
             gather, path = _gathered(view, rows.node)
             top = None if gather is None else topk_of(view, gather.index, gather.node)
             if gather is not None and top is not None:
-                ones = _added_axes(view, product, rows, values)
+                columns, axes = gather.dim == 1, [*rows.axes]
+                if columns:
+                    axes.append(axes.pop(0))
+                first = columns and [*product.axes[:1]] == axes[-1:]
+                ones = _added_axes(view, product, axes, values, first)
                 if ones is None:
                     continue
                 dtype = view.dtype(gather.node)
@@ -128,7 +140,9 @@ class GatheredDecode(Recogniser):
                 if gather.gradient and follows:
                     raise NoMatch(gather.gradient, gather.node)
                 parts = (values.node, gather.index, gather.source, (*path, *product.nodes))
-                match = GatheredMatch(node, gather.node, *parts, ones=ones, settled=settled)
+                match = GatheredMatch(
+                    node, gather.node, *parts, ones=ones, columns=columns, first=first, settled=settled
+                )  # fmt: skip
                 return _checked(view, match, top)
         return None
 
@@ -154,7 +168,7 @@ class GatheredDecode(Recogniser):
             NAME,
             fake(match.anchor).device,
             entries=expected_elements(indices),
-            width=expected(fake(match.weight).shape[1]),
+            width=expected(fake(match.weight).shape[0 if match.columns else 1]),
             bits=8 * fake(match.anchor).dtype.itemsize,
             training=view.needs_grad(match.anchor),
             bag=match.gather is match.anchor,
@@ -174,8 +188,9 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
     if len(view.shape(weight)) != 2:
         return None
     chosen = view.call(top)["input"]
-    if not same_size(view.shape(weight)[0], view.shape(chosen)[-1]):
-        raise NoMatch("the weight has not one row for each column that topk chose from", gather)
+    if not same_size(view.shape(weight)[int(found.columns)], view.shape(chosen)[-1]):
+        what = "column" if found.columns else "row"
+        raise NoMatch(f"the weight has not one {what} for each column that topk chose from", gather)
     inside = {gather, *found.matched_nodes}
     check_followed(view, inside - {*found.settled}, anchor)
     if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
@@ -186,12 +201,13 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
 
 
 def _gathered(view: GraphView, rows: fx.Node) -> tuple[Gather | None, tuple[fx.Node, ...]]:
-    """Return the gather weight[indices] of the rows, and the nodes from it to them; None for other rows.
+    """Return the gather weight[indices] or weight[:, indices] of the rows, and the nodes from it to them; None for
+    other rows.
 
     The indices may be flattened before it, as index_select requires, and the result reshaped after it.
     """
     node, passed = view.behind(rows, _PASSED)
-    found, regroups = rows_of(view, node), view.name_of(node) in REGROUPS
+    found, regroups = rows_of(view, node, columns=True), view.name_of(node) in REGROUPS
     if found is None and regroups:
         passed.append(node)
         node, more = view.behind(view.value(view.call(node)["input"], node), _PASSED)
@@ -212,23 +228,24 @@ def _gathered(view: GraphView, rows: fx.Node) -> tuple[Gather | None, tuple[fx.N
 
 
 def _added_axes(
-    view: GraphView, product: Contraction, rows: Operand, values: Operand
+    view: GraphView, product: Contraction, rows: Sequence[Any], values: Operand, first: bool
 ) -> tuple[list[int], list[int]] | None:
     """Return the axes of size 1 that the values have in addition to those of the indices, and the product in addition
-    to [..., D]; None where it is not a sum over the entries of each row.
+    to [..., D], or with `first` to [D, ...]; None where it is not a sum over the entries of each row.
 
-    Raises NoMatch where several sums are computed from the same rows.
+    rows: the axes of the gathered rows. Raises NoMatch where several sums are computed from the same rows.
     """
-    *entries, column = rows.axes
-    wanted = (values.axes, entries), (product.axes, [*entries[:-1], column])
-    if None in rows.axes or any([a for a in axes if a in rows.axes] != of for axes, of in wanted):
+    *entries, column = rows
+    found = [column, *entries[:-1]] if first else [*entries[:-1], column]
+    wanted = (values.axes, entries), (product.axes, found)
+    if None in rows or any([a for a in axes if a in rows] != of for axes, of in wanted):
         return None
-    first, second = ([i for i, a in enumerate(axes) if a not in of] for axes, of in wanted)
-    sizes = [view.shape(values.node)[i] for i in first]
-    sizes += [view.shape(product.node)[i] for i in second]
+    extra, added = ([i for i, a in enumerate(axes) if a not in of] for axes, of in wanted)
+    sizes = [view.shape(values.node)[i] for i in extra]
+    sizes += [view.shape(product.node)[i] for i in added]
     if not all(same_size(s, 1) for s in sizes):
         raise NoMatch("the same rows are summed up with several values", product.node)
-    return first, second
+    return extra, added
 
 
 _examples = examples_of(

@@ -48,6 +48,21 @@ def letters(s, x):
     return torch.einsum("...kd,...k->...d", s.W_dec[indices], values)
 
 
+def columns(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    return torch.einsum("dbsk,bsk->bsd", s.W_dec.T[:, indices], values)
+
+
+def columns_first(s, x):
+    values, indices = (x @ s.W_enc).flatten(0, 1).topk(4)
+    return (s.W_enc[:, indices] * values).sum(-1).T  # tied
+
+
+def columns_of_one_row(s, x):
+    values, indices = (x[0, 0] @ s.W_enc).topk(4)
+    return s.W_enc.index_select(1, indices) @ values
+
+
 def of_rows(gathered):
     def program(s, x):
         values, indices = (x @ s.W_enc).topk(4)
@@ -72,13 +87,27 @@ WITHOUT_GRADIENT = {
 
 
 @pytest.mark.parametrize(
-    "program", [as_sparsify_does, over_positions, kept_axis, one_row_matrices, flattened, letters]
-)
+    "program",
+    [
+        as_sparsify_does, over_positions, kept_axis, one_row_matrices, flattened, letters,
+        columns, columns_first, columns_of_one_row,
+    ],
+)  # fmt: skip
 def test_it_is_rewritten_and_keeps_its_numbers(program):
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
     with only("gathered_decode"):
         explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert {r.pattern for r in explanation.report.rewrites} == {"gathered_decode"}
+
+
+def test_columns_that_a_topk_chooses_are_no_weights_of_experts():
+    def program(s, x):
+        values, indices = (x @ s.W_enc).relu().topk(4)
+        return torch.einsum("dbsk,bsk->dbs", s.W_enc[:, indices], values)
+
+    with only("relu_ffn") as report:
+        compile_without_codegen(Autoencoder(program))(torch.randn(2, 6, 8))
+    assert not report.near_misses
 
 
 @pytest.mark.parametrize("gathered", WITHOUT_GRADIENT)

@@ -147,7 +147,7 @@ def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] |
     if product is None:
         return None
     for mine, other in ((product.a, product.b), (product.b, product.a)):
-        found, weight = above(view, mine.node), is_parameter(view, other.node)
+        found, weight = above(view, mine.node, ("topk",)), is_parameter(view, other.node)
         projected = "batched matmul" in found or (weight and "linear" in found)
         if projected and found & _RECTIFIERS:
             return found, weight

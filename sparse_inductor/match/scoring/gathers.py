@@ -88,10 +88,15 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
     return dataclasses.replace(found, features=features)
 
 
-def rows_of(view: GraphView, node: Any) -> Gather | None:
-    """The node as whole rows of a table: node[*ids.shape, ...] = table[ids]. It has no axis of queries."""
+def rows_of(view: GraphView, node: Any, columns: bool = False) -> Gather | None:
+    """The node as whole rows of a table: node[*ids.shape, ...] = table[ids]. It has no axis of queries.
+
+    columns: also as whole columns of a matrix: node[:, *ids.shape] = table[:, ids].
+    """
     found = _lookup(view, node)
-    if found is None or found.dim != 0 or found.part:
+    if found is None or found.part:
+        return None
+    if found.dim != 0 and not (columns and found.table_axes == (0, None)):
         return None
     whole = len(found.ids_axes) + len(found.table_axes) - 1 == len(view.shape(node))
     return dataclasses.replace(found, queries=()) if whole and not found.repeated else None

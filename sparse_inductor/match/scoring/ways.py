@@ -274,7 +274,7 @@ def multiplied(
     if not w.same_for_all(view, placed):
         raise _varies(view, w, other, reader)
     if view.needs_grad(other):
-        if w.gather.features:
+        if w.gather.features or is_parameter(view, w.gather.source):
             raise NoMatch(ROWS, reader)
         raise NoMatch(
             "the document weights are learnt, and the operator has no gradient for them", reader

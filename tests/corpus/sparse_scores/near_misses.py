@@ -82,6 +82,19 @@ def learnt_documents():
     return LearntDocuments(), (torch.rand(V, requires_grad=True),)
 
 
+@program("no_rewrite", "rows of features", TRAIN, at="torch.einsum(")
+def columns_of_a_parameter():
+    """a memory of which the largest scores choose columns, weighted by these scores"""
+    torch.manual_seed(1)
+    keys, memory = torch.nn.Linear(16, 10), torch.nn.Linear(40, 8)
+
+    def recall(x):
+        values, indices = keys(x).topk(4)
+        return torch.einsum("dbk,bk->bd", memory.weight[:, indices + 3], values)
+
+    return recall, (torch.rand(6, 16),)
+
+
 @program("no_rewrite", "rows of features", INFER, at="x[edges[0]] * w[:, None]")
 def message_passing():
     """a graph convolution"""
