@@ -1127,3 +1127,16 @@ def test_a_write_to_a_part_reads_another_part_as_written_before():
     x = torch.randn(2, 5, 6)
     assert _assert_as_eager(shifted, x, training=False) == ["splade_head"]
     assert _assert_as_eager(gated, x, training=False) == ["relu_ffn"]
+
+
+def test_a_constant_mask_is_computed_with_its_writes_where_it_is_read_twice():
+    """A mask that is written in part and then made symmetric."""
+
+    def program(m, x):
+        near = torch.ones(5, 5, dtype=torch.bool)
+        near[1:, :4] = False
+        scores = (m.q(x) @ m.k(x).mT).masked_fill(~(near | near.T), -1e9)
+        return entmax.sparsemax(scores, -1) @ x
+
+    x = torch.randn(2, 5, 6)
+    assert _assert_as_eager(program, x, training=True) == ["entmax_attention"]

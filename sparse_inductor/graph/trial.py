@@ -49,13 +49,12 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
     until = view.order[output]
     while queue:
         node = queue.pop()
-        if node in found or node in stop:
-            continue
-        if len(found) > _MAX_NODES or not _pure(view, node):
-            return None
-        found.add(node)
-        if not _is_size(view, node):
-            queue += node.all_input_nodes
+        if node not in found and node not in stop:
+            if len(found) > _MAX_NODES or not _pure(view, node):
+                return None
+            found.add(node)
+            if not _is_size(view, node):
+                queue += node.all_input_nodes
         if not queue:
             # Writes to the memory of a value in between, through any view, belong to the region.
             for value in (*found, *stop):
