@@ -93,7 +93,7 @@ def reshaped(
     last = v == len(before) - 1 and n and same_size(after[-1], before[v])
     kept = n - 1 if last else kept_axis(before, v, after)
     if kept is None:
-        raise OutputsReshaped("reshapes the linear's output axis away", node)
+        raise OutputsReshaped("splits the linear's output axis or merges it with another", node)
     new_v = kept
     # Unchanged axes at both ends are identified with those before.
     head = 0

@@ -44,6 +44,7 @@ _TEXTS: dict[str, str] = {
     "getattr": "input name default=None",
     "metadata": "input name",  # x.shape, x.dim() and the like
     "fill": "input value",
+    "prelu": "input weight",
     "linear": "input weight bias=None",
     **dict.fromkeys(("addmm", "baddbmm"), "bias input weight beta=1 alpha=1"),
     "einsum": "equation *operands",

@@ -177,6 +177,9 @@ class BackwardWalk:
             if view.dtype(call["input"]).is_complex:
                 raise self.decline("the values are complex numbers")
             raise self.decline(f"{name} is not monotone, and no step of an operator")
+        if name == "prelu":
+            self.up(call["input"])
+            raise self.decline("prelu has a slope below 0 that is known only at run time")
         if name in COMPARISONS:
             raise self.decline(f"a comparison ({name}) is no step of an operator")
         src = call.get("src") if name == "scatter" else None

@@ -36,7 +36,8 @@ _OTHERS = frozenset(
 )
 RECTIFIER_CALLS = frozenset(
     (
-        *"clamp clamp_min maximum where sign heaviside gt ge lt le autograd_function_apply".split(),
+        *"clamp clamp_min maximum where sign heaviside gt ge lt le prelu".split(),
+        "autograd_function_apply",
         *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
     )
 )

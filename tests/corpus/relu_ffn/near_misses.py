@@ -37,6 +37,11 @@ def leaky(x, m):
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
+@formula("no_rewrite", "a slope below 0 that is known only at run time", at="F.prelu(")
+def learnt_slope(x, w, d, b):
+    return F.prelu(x @ w, b[:1]) @ d
+
+
 @miss("zero below some number: mul(-1.0) | relu", at="F.relu(-m.up(x))")
 def negated(x, m):
     """the half of a CReLU that is zero above 0"""
