@@ -196,7 +196,7 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
     if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
         raise NoMatch("the gathered rows, or their products, are read elsewhere, too", gather)
     saved = bytes_of(gather) if gather is not anchor and view.needs_grad(values) else 0
-    ordered = tuple(sorted(inside, key=view.order.__getitem__))
+    ordered = view.in_order(inside)
     return dataclasses.replace(found, matched_nodes=ordered, bytes_saved=saved)
 
 

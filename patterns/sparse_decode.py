@@ -157,7 +157,7 @@ def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Nod
     nodes = only_read_by(view, anchor, found.nodes[:-1] if given else found.nodes)
     if not given and base not in nodes:  # the scatter may write to it in place
         nodes.discard(found.scatter)
-    return tuple(sorted(nodes, key=view.order.__getitem__))
+    return view.in_order(nodes)
 
 
 _examples = examples_of(

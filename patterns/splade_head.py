@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from sparse_inductor.epilogue.functions import Interval
 from sparse_inductor.epilogue.ranges import prove, shared_bounds, steep, undefined
-from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
+from sparse_inductor.epilogue.steps import Program, Step, render, scalar_steps, value_at
 from sparse_inductor.example import examples_of
 from sparse_inductor.graph.checks import check_device
 from sparse_inductor.graph.emit import Emitter, own_operator
@@ -284,7 +284,7 @@ def _check_finite(program: Program, node: fx.Node) -> None:
         if step.fn == "row_mul" and (undefined_step := undefined(before)) is not None:
             raise NoMatch(f"multiplies by 0 what may be no number: {undefined_step}", node)
     if _makes_nan_a_number(program):
-        nan, least = (_at(program, x) for x in (math.nan, -math.inf))
+        nan, least = (value_at(scalar_steps(program), x) for x in (math.nan, -math.inf))
         if nan != least:
             raise NoMatch(f"makes NaN {nan:g}, and small logits {least:g}", node)
 
@@ -303,11 +303,7 @@ def _check_slopes(program: Program) -> None:
 
 
 def _makes_nan_a_number(program: Program) -> bool:
-    return not math.isnan(_at(program, math.nan))
-
-
-def _at(program: Program, x: float) -> float:
-    return run(scalar_steps(program), torch.tensor(x, dtype=torch.float64)).item()
+    return not math.isnan(value_at(scalar_steps(program), math.nan))
 
 
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:

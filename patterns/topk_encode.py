@@ -155,7 +155,7 @@ class TopkEncode(Recogniser):
         shift = None if left else shift_of(view, linear.source, scores, node)
         if shift is not None:
             nodes = only_read_by(view, node, (*above, shift.difference))
-        matched = tuple(sorted(nodes, key=view.order.__getitem__))
+        matched = view.in_order(nodes)
         ordered = not (views and _only_scattered(view, node))
         return EncoderMatch(
             node, chain, scores, k, left, shift, matched, flat=bool(views), ordered=ordered

@@ -126,6 +126,11 @@ def run(
     return y
 
 
+def value_at(program: Sequence[Step], x: float) -> float:
+    """Return the value of a program without row steps at a number."""
+    return run(program, torch.tensor(x, dtype=torch.float64)).item()
+
+
 def dual(
     program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,11 +10,9 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import torch
-
 from .functions import SCALAR
 from .ranges import BOUNDED_BELOW
-from .steps import ROW, Step, run
+from .steps import ROW, Step, value_at
 
 # The smallest normal fp32. A kernel that flushes denormals still distinguishes it from 0.
 _TINY = 2.0**-126
@@ -38,7 +36,7 @@ def zero_threshold(program: Sequence[Step]) -> float | None:
             exact = exact and step.fn not in ("mul", "add", "sigmoid")
         elif (constant_to := SCALAR[step.fn].constant_to) is not None:
             bound, value = constant_to(*step.consts)
-            if _at(program[at + 1 :], value) == 0.0:
+            if value_at(program[at + 1 :], value) == 0.0:
                 t: float | None = bound
                 for undo in reversed(before):
                     t = None if t is None else undo(t)
@@ -71,8 +69,3 @@ _BEFORE: dict[str, Callable[..., float | None]] = {
     "sigmoid": lambda t: 0.0 if t == 0.5 else None,
     **{name: _sign for name, function in SCALAR.items() if function.keeps_sign},
 }
-
-
-def _at(program: Sequence[Step], x: float) -> float:
-    """Return the value of the program at a number."""
-    return run(program, torch.tensor(x, dtype=torch.float64)).item()

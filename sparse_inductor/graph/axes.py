@@ -86,6 +86,12 @@ def flat(axis: Axis) -> Axis:
     return tuple(found)
 
 
+def last_axes(shape: Sequence[Any], axes: Sequence[Axis]) -> list[Axis]:
+    """Return the axes of a tensor of this shape that broadcasts to a tensor with `axes`."""
+    last = axes[len(axes) - len(shape) :]
+    return [() if same_size(size, 1) else axis for size, axis in zip(shape, last)]
+
+
 def beside(
     view: GraphView, node: fx.Node, axes: Sequence[Axis], reader: fx.Node, **fields: Any
 ) -> Placed:
@@ -96,9 +102,7 @@ def beside(
     shape = view.shape(seen)
     if len(shape) > len(axes):
         raise NoMatch("an operand has more axes than the scores", reader)
-    last = axes[len(axes) - len(shape) :]
-    own = tuple(() if same_size(s, 1) else axis for s, axis in zip(shape, last))
-    return Placed(seen, reader, own, **fields)
+    return Placed(seen, reader, tuple(last_axes(shape, axes)), **fields)
 
 
 def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:

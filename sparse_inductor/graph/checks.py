@@ -72,7 +72,7 @@ def check_match(view: GraphView, match: Match) -> None:
     at = getattr(match, "at", match.anchor)
     reads = [
         (source, n)
-        for n in sorted(inside, key=view.order.__getitem__)
+        for n in view.in_order(inside)
         for source in view.read_by(n)
         if source not in inside and view.is_tensor(source)
     ]
@@ -118,7 +118,7 @@ def _check_memory(
     # The writes of the nodes disappear with them, unless a user outside keeps one of them in the graph.
     gone = nodes if all({*n.users} <= {*nodes} for n in nodes if n not in ends) else ()
     for source, reader in reads:
-        first, last = sorted((reader, at), key=view.order.__getitem__)
+        first, last = view.in_order((reader, at))
         for writer, target in view.effects.changes(source, first, last, but=gone):
             raise NoMatch(f"{label(target)} is changed in place before {label(at)}", writer)
     for n in nodes:
@@ -192,7 +192,7 @@ def _check_gradient(
             why = "was made under inference_mode: PyTorch saves it for no backward"
             raise NoMatch(f"{label(source)} {why}", reader)
     values = tensors_in(fake(match.anchor))
-    ordered = sorted(inside, key=view.order.__getitem__)
+    ordered = view.in_order(inside)
     if match.anchor not in wanted and any(t.is_floating_point() for t in values):
         raise _cut(view, next((n for n in ordered if _cuts(view, n)), match.anchor))
     settled = {*getattr(match, "settled", ())}
@@ -253,7 +253,7 @@ def outside_no_grad(
     # Comparisons and their results are ignored: they pass on no gradient in any mode.
     ordered = [
         n
-        for n in sorted(nodes, key=view.order.__getitem__)
+        for n in view.in_order(nodes)
         if _differentiable(view, n) and any(map(view.requires_grad, view.read_by(n)))
     ]
     for n in ordered:

@@ -218,11 +218,10 @@ def made_again(
         queue += n.all_input_nodes
         if len(made) > _MADE_AGAIN:
             return None
-    made.sort(key=view.order.__getitem__)
 
     def make(e: Emitter) -> fx.Node:
         new: dict[fx.Node, fx.Node] = {}
-        for n in dict.fromkeys(made):
+        for n in view.in_order({*made}):
             new[n] = e.again(n, new)
         return new.get(node, node)
 

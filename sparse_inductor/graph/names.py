@@ -191,7 +191,7 @@ def stored(node: fx.Node) -> fx.Node:
 def name_of(node: fx.Node) -> str | None:
     """Return the canonical name, at a fraction of the cost of `canonical`. The arguments may still fail to bind."""
     spelling = _spelling(node.op, node.target)
-    if spelling is None or spelling.name in _BY_ARGUMENT:
+    if spelling is None or spelling.name in _BY_ARGUMENT or "rounding_mode" in node.kwargs:
         call = canonical(node)
         return None if call is None else call.name
     return spelling.name
@@ -213,6 +213,8 @@ def canonical(node: fx.Node) -> Call | None:
         return Call("metadata", {"input": args[0], "name": args[1]}) if known else None
     if name in _METADATA_CALLS:
         return Call("metadata", {"input": args[0], "name": name}) if args else None
+    if (mode := kwargs.pop("rounding_mode", None)) is not None:
+        name = f"div_{mode}"  # so that "div" is exact
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
     if name == "einsum":

@@ -65,7 +65,7 @@ def constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | N
     call = view.call(node)
     if call.name == "neg" and view.is_tensor(call["input"]):
         return call["input"], -1.0
-    if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
+    if call.name not in ("mul", "div"):
         return None
     for x, other in call.both_ways[: 1 if call.name == "div" else 2]:
         c = view.const(other, node)

@@ -18,13 +18,12 @@ _UNARY = (
 ).split()
 _BINARY = (
     "mul div pow maximum minimum logaddexp fmax fmin gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder "
-    "dot copy view_as expand_as"
+    "dot copy view_as expand_as div_floor div_trunc"
 ).split()
 _TEXTS: dict[str, str] = {
     **dict.fromkeys(_UNARY, "input"),
     **{name: f"input {function.parameters}" for name, function in FUNCTIONS.items()},
     **dict.fromkeys(_BINARY, "input other"),
-    "div": "input other rounding_mode=None",
     **dict.fromkeys("add sub rsub".split(), "input other alpha=1"),
     "gelu": "input approximate='none'",
     **dict.fromkeys("softmax log_softmax count_nonzero squeeze".split(), "input dim=None"),

@@ -66,7 +66,7 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
                         queue.append(writer)
     if any(map(view.in_inference_mode, found)):
         return None
-    return Region(tuple(sorted(found, key=view.order.__getitem__)), tuple(leaves), output)
+    return Region(view.in_order(found), tuple(leaves), output)
 
 
 def _is_size(view: GraphView, node: fx.Node) -> bool:

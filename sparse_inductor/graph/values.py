@@ -80,8 +80,8 @@ ELEMENTWISE = (
     | NEGATIONS
     | COPIES
     | frozenset(
-        "cast add sub rsub mul div neg eq ne and_ or_ xor where detach relu clamp maximum minimum log exp abs sigmoid "
-        "masked_fill".split()
+        "cast add sub rsub mul div div_floor div_trunc neg eq ne and_ or_ xor where detach relu clamp maximum minimum "
+        "log exp abs sigmoid masked_fill".split()
     )
 )
 
@@ -263,4 +263,4 @@ def matched_nodes(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, .
             if serves and taken.issuperset(user.users):
                 taken.add(user)
                 queue += [user, *(n for n in user.all_input_nodes if n in taken)]
-    return tuple(sorted(taken, key=view.order.__getitem__))
+    return view.in_order(taken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,10 @@ class GraphView:
     def order(self) -> dict[fx.Node, int]:
         """The position of each node."""
         return self.effects.order
+
+    def in_order(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """Return nodes in graph order."""
+        return tuple(sorted(nodes, key=self.order.__getitem__))
 
     # Values
 
@@ -266,12 +270,7 @@ class GraphView:
                 return None if c is None else -c
             case "mul" | "add" | "sub" | "div":
                 a, b = self.const(call["input"], x), self.const(call["other"], x)
-                if (
-                    a is None
-                    or b is None
-                    or call.get("alpha", 1) != 1
-                    or call.get("rounding_mode") is not None
-                ):
+                if a is None or b is None or call.get("alpha", 1) != 1:
                     return None
                 if call.name == "div":
                     return a / b if b else math.copysign(math.inf, a) if a else math.nan

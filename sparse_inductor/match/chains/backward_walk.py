@@ -367,9 +367,6 @@ class BackwardWalk:
         raise first
 
     def _div(self) -> EpilogueChain:
-        if self.call.get("rounding_mode") is not None:
-            raise self.decline("division that rounds")
-
         def terms(at: int, other: Any) -> tuple:
             if at == 1:
                 return Step("pow", (-1.0,)), _factor(other)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...epilogue.ranges import prove
-from ...epilogue.steps import Step, run
+from ...epilogue.steps import Step, value_at
 from ...graph.no_match import NoMatch
 from ...graph.search import taken_apart
 from ...graph.view import GraphView, label
@@ -203,7 +203,7 @@ def _threshold(edge: Edge, after: Sequence[Step], c: float, factor: bool, node: 
         if not edge.nan:
             raise NoMatch(f"makes NaN {c:g}", node)
         return Step("fill_above", (c, c)) if edge.ties else Step("cap", (c,))
-    starts = (k for k in (0.0, edge.at, c) if _at(after, k) == c)
+    starts = (k for k in (0.0, edge.at, c) if math.isfinite(k) and value_at(after, k) == c)
     start = next(starts, None) if after else c
     if start is None:
         raise NoMatch(f"fills in {c:g}, which the values that it keeps do not start from", node)
@@ -212,9 +212,3 @@ def _threshold(edge: Edge, after: Sequence[Step], c: float, factor: bool, node: 
     else:
         steps = ("threshold", "fill_below") if edge.nan else ("above", "at_least")
     return Step(steps[edge.ties], (edge.at, start))
-
-
-def _at(steps: Sequence[Step], x: float) -> float:
-    if not math.isfinite(x):
-        return math.nan
-    return run(tuple(steps), torch.tensor(x, dtype=torch.float64)).item()

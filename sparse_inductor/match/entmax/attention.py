@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals, regrouped
+from ...graph.axes import Atom, Axis, Placed, before, beside, flat, last_axes, originals, regrouped
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.fakes import same_size
 from ...graph.no_match import NoMatch, changed, if_matched
@@ -211,8 +211,7 @@ class _Reader:
         """The axes above a call that keeps every value, or that repeats values along axes of size 1 or a whole axis."""
         sizes, after = view.shape(call["input"]), view.shape(node)
         if call.name in SPREADS:
-            last = axes[len(after) - len(sizes) :]
-            return [() if same_size(size, 1) else axis for size, axis in zip(sizes, last)]
+            return last_axes(sizes, axes)
         if call.name == "repeat_interleave":
             dim, times = call.get("dim"), call["repeats"]
             at = dim % len(axes) + 1 if isinstance(dim, int) else None  # it is the inner axis

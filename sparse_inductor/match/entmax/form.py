@@ -136,7 +136,7 @@ def own_sum(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, list[f
     p, total = call.get("input"), call.get("other")
     if call.name == "normalize":
         return (p, []) if call.get("p", 2.0) == 1 else None
-    if call.name != "div" or call.get("rounding_mode") is not None or not view.is_tensor(p):
+    if call.name != "div" or not view.is_tensor(p):
         return None
     nodes = [node]
     while len(nodes) <= 5 and view.is_tensor(total):

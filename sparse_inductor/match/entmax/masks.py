@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...graph.axes import Axis, Placed, above, beside, flat
+from ...graph.axes import Axis, Placed, above, beside, flat, last_axes
 from ...graph.fakes import fake, same_size
 from ...graph.names import Call, stored
 from ...graph.no_match import if_matched, remembered
@@ -253,9 +253,7 @@ def _chosen(
     elif call.name not in COPIES | {"cast"}:
         return None
     if call.name not in VIEWS and axes and view.is_tensor(x):  # x may be broadcast here
-        sizes = view.shape(x)
-        last = axes[len(axes) - len(sizes) :]
-        axes = [() if same_size(size, 1) else axis for size, axis in zip(sizes, last)]
+        axes = last_axes(view.shape(x), axes)
     inner = choice(view, x, node, axes, numbers, most) if math.isfinite(scale) else None
     if inner is None:
         return None

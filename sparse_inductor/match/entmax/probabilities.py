@@ -218,7 +218,7 @@ def _multiplied(
     view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
 ) -> tuple[Any, Placed] | None:
     """(probabilities, factor) of a product or quotient with a tensor, which need not have the axis of the keys."""
-    if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
+    if call.name not in ("mul", "div"):
         return None
     divides = call.name == "div"
     for x, other in call.both_ways[: 1 if divides else 2]:

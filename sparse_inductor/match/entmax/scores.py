@@ -36,7 +36,7 @@ _MAX_READS = 1024  # each z = z + z can be read in two ways; if there is no prod
 # The sum of a number this large and a score is the number, in any precision that can represent it.
 ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
-    "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
+    "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort div_floor div_trunc".split()
 )
 
 
@@ -242,8 +242,6 @@ class _Step:
         return self._factor(*self._pick(*self.call.both_ways[0]), divides=False)
 
     def _div(self) -> Scores:
-        if self.call.get("rounding_mode") is not None:
-            raise self.decline("division that rounds")
         if self.const(self.call["other"]) == 0:
             raise self.decline("division by zero")
         return self._factor(self.up(self.call["input"]), self.call["other"], divides=True)

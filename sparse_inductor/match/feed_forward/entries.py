@@ -106,7 +106,7 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
 def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(tensor, vector) of a sum, product or quotient of a tensor with a vector along its last dimension."""
     call = view.call(node)
-    if view.const(call.get("alpha", 1)) != 1 or call.get("rounding_mode") is not None:
+    if view.const(call.get("alpha", 1)) != 1:
         return None
     shape = view.shape(node)
     for tensor, vector in call.both_ways[: 1 if call.name == "div" else 2]:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...graph.axes import Axis, Placed, above, flat
+from ...graph.axes import Axis, Placed, above, flat, last_axes
 from ...graph.contraction import Operand, contraction
-from ...graph.fakes import fake, same_size
+from ...graph.fakes import fake
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
@@ -100,8 +100,6 @@ def _ways(
 def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
     """The possible steps up from a node. If the node is contributions, so is the operand of one of the steps."""
     call = view.call(node)
-    if call.get("rounding_mode"):
-        return ()
     match call.name:
         case "mul":
             return [_Step(node, call, x, "mul", y) for x, y in dict.fromkeys(call.both_ways)]
@@ -268,9 +266,7 @@ def multiplied(
     seen = view.value(other, reader)
     if seen is not None and view.is_tensor(seen):  # an assignment is not a tensor
         other = seen
-    sizes = view.shape(other)
-    own = axes[len(axes) - len(sizes) :]
-    placed = Placed(other, reader, tuple(() if same_size(s, 1) else a for s, a in zip(sizes, own)))
+    placed = Placed(other, reader, tuple(last_axes(view.shape(other), axes)))
     if not w.same_for_all(view, placed):
         raise _varies(view, w, other, reader)
     if view.needs_grad(other):
