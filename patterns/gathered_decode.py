@@ -34,7 +34,7 @@ from sparse_inductor.graph.no_match import NoMatch
 from sparse_inductor.graph.recogniser import Recogniser
 from sparse_inductor.graph.values import rounds
 from sparse_inductor.graph.view import GraphView
-from sparse_inductor.graph.vocabulary import COPIES, REGROUPS
+from sparse_inductor.graph.vocabulary import REGROUPS, SAME_VALUES
 from sparse_inductor.match.feed_forward.entries import topk_of
 from sparse_inductor.match.scoring.gathers import Gather, rows_of, table_gradient
 from sparse_inductor.policy.break_even import look_up
@@ -42,7 +42,6 @@ from sparse_inductor.policy.worth import Worth
 
 NAME = "gathered_decode"
 OP = "sparse_inductor::sparse_decode"
-_PASSED = COPIES | {"cast", "detach"}
 
 
 @dataclasses.dataclass
@@ -206,11 +205,11 @@ def _gathered(view: GraphView, rows: fx.Node) -> tuple[Gather | None, tuple[fx.N
 
     The indices may be flattened before it, as index_select requires, and the result reshaped after it.
     """
-    node, passed = view.behind(rows, _PASSED)
+    node, passed = view.behind(rows, SAME_VALUES)
     found, regroups = rows_of(view, node, columns=True), view.name_of(node) in REGROUPS
     if found is None and regroups:
         passed.append(node)
-        node, more = view.behind(view.value(view.call(node)["input"], node), _PASSED)
+        node, more = view.behind(view.value(view.call(node)["input"], node), SAME_VALUES)
         passed += more
         found = rows_of(view, node)
         if found is None or (flattened := view.call(found.index)).name not in REGROUPS:

@@ -159,7 +159,7 @@ class SparseScores(Recogniser):
         if not fake(node).dtype.is_floating_point:
             raise NoMatch(f"the scores are {fake(node).dtype}", node)
         top = None if s.into is not None else top_of(view, s)
-        if s.features and not _documents_first(view, s, top):
+        if s.w.gather.features and not _documents_first(view, s, top):
             raise NoMatch(ROWS, node)
         anchor = s.node if top is None else top.node
         _check_accumulator(view, s)

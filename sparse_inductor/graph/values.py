@@ -17,9 +17,18 @@ from .no_match import once
 from .search import reached
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView
-from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS
+from .vocabulary import (
+    COMPARISONS,
+    COPIES,
+    NEGATIONS,
+    REGROUPS,
+    REORDERS,
+    SAME_VALUES,
+    SPREADS,
+    VIEWS,
+)
 
-_OF_A_PARAMETER = VIEWS | COPIES | {"cast", "detach", "mul"}
+_OF_A_PARAMETER = VIEWS | SAME_VALUES | {"mul"}
 
 
 def is_parameter(view: GraphView, node: fx.Node) -> bool:
@@ -52,7 +61,7 @@ _NOT_NEGATIVE = frozenset(
 
 def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
-    original, passed = view.behind(view.value(x, reader), VIEWS | COPIES | {"cast"})
+    original, passed = view.behind(view.value(x, reader), VIEWS | SAME_VALUES)
     values = [n for n in (*passed, original) if view.is_tensor(n)]
     masks = any(view.dtype(n) == torch.bool for n in values)
     return masks or (original in values and view.name_of(original) in _NOT_NEGATIVE)

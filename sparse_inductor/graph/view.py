@@ -16,7 +16,7 @@ from .effects import Effects
 from .fakes import fake, same_sizes
 from .modes import changes_grad_mode, modes_by_node, modes_now
 from .names import NO_CALL, Call, canonical, is_plain, name_of, stored
-from .vocabulary import COPIES, SHAPE_OPS
+from .vocabulary import COPIES, SAME_VALUES, SHAPE_OPS
 
 CONSTANT_LIKE = frozenset(
     "full_like zeros_like ones_like new_full new_zeros new_ones new_tensor".split()
@@ -25,7 +25,7 @@ _METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
 _FILLED = CONSTANT_LIKE | frozenset("full zeros ones tensor scalar_tensor".split())
 _ARITHMETIC = frozenset("neg mul add sub div".split())
-_SAME_NUMBER = SHAPE_OPS | COPIES | {"cast", "detach", "repeat"}
+_SAME_NUMBER = SHAPE_OPS | SAME_VALUES | {"repeat"}
 _FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
 _Pair = tuple[fx.Node, fx.Node]
 _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")

@@ -9,6 +9,9 @@ from __future__ import annotations
 # The result has the values and dtype of the argument, and passes its gradient on.
 COPIES = frozenset("contiguous clone alias lift_fresh positive".split())
 
+# The result has the same values, perhaps rounded or cut off from the gradient.
+SAME_VALUES = COPIES | {"cast", "detach"}
+
 # All elements, each once: their axes in another order (`shapes.order_of` says which) ...
 REORDERS = frozenset("permute transpose movedim T mT t".split())
 # ... or other axes of the same elements in the same order.

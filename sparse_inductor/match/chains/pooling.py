@@ -21,7 +21,7 @@ from ...graph.no_match import NoMatch
 from ...graph.parts import Part, entries_of, entry_of_axis
 from ...graph.search import reached
 from ...graph.view import GraphView
-from ...graph.vocabulary import COPIES, VIEWS
+from ...graph.vocabulary import SAME_VALUES, VIEWS
 from .backward_walk import walk_back
 from .chain import Chain
 from .family import FLOOR, RANGE, above, below
@@ -190,7 +190,7 @@ _RISES = frozenset(
 )
 _LOGS = frozenset("log log1p log2 log10".split())
 _NORMS = frozenset("layer_norm rms_norm rsqrt".split())
-_ALIKE = VIEWS | COPIES | {"cast", "detach"}
+_ALIKE = VIEWS | SAME_VALUES
 _ALL = "every position counts, so the logits of all of them are needed"
 _SUMS = {
     "sum": f"sum pooling: {_ALL}",
@@ -331,7 +331,7 @@ def resembles(
     of a softmax, which is the confidence of a router or classifier. Values that are normalised, or reduced over the
     axis of the terms (`terms`), are ordinary features unless they have a SPLADE activation.
     """
-    if view.name_of(view.behind(red.source, COPIES | {"cast", "detach"})[0]) in ("abs", "softmax"):
+    if view.name_of(view.behind(red.source, SAME_VALUES)[0]) in ("abs", "softmax"):
         return False
     found = above(view, red.source, _POOLED)  # a second pooling of pooled values is no head
     ndim = len(view.shape(red.source))

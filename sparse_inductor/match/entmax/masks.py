@@ -20,7 +20,7 @@ from ...graph.selection import Selection, selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression
 from ...graph.view import GraphView, rounded
-from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
+from ...graph.vocabulary import COMPARISONS, NEGATIONS, SAME_VALUES, VIEWS
 
 _ABOVE = 32  # nodes above a bias that are examined
 _MAX_STEPS = 32  # operations on a boolean that are followed
@@ -75,7 +75,7 @@ def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> b
 def keeps_all(view: GraphView, mask: Placed) -> bool:
     """Whether a mask provably keeps every key. One that separates packed documents by their positions does so if the
     positions never restart."""
-    node, _ = view.behind(mask.node, COPIES | {"cast"})
+    node, _ = view.behind(mask.node, SAME_VALUES)
     call = view.call(node)
     if call.name == "eq" and not mask.negate:
         sides = [_computed(view, x) if view.is_tensor(x) else None for x in call.both_ways[0]]
@@ -102,11 +102,11 @@ def keeps_a_key(view: GraphView, mask: Placed) -> bool:
 
 def _triangle(view: GraphView, mask: Placed) -> bool:
     """Whether a mask is a causal triangle in one of the spellings that allow symbolic sizes."""
-    node, _ = view.behind(mask.node, COPIES | {"cast"})
+    node, _ = view.behind(mask.node, SAME_VALUES)
     call, shape = view.call(node), view.shape(node)
     offset = shape[-1] - shape[-2]
     if positive := call.name == "gt" and view.const(call["other"], node) == 0:
-        node, _ = view.behind(view.value(call["input"], node), COPIES | {"cast"})
+        node, _ = view.behind(view.value(call["input"], node), SAME_VALUES)
         call = view.call(node)
     if call.name in ("tril", "triu"):
         filled = view.const(call["input"], node)
@@ -250,7 +250,7 @@ def _chosen(
         if moved is None:
             return None
         axes = moved
-    elif call.name not in COPIES | {"cast"}:
+    elif call.name not in SAME_VALUES:
         return None
     if call.name not in VIEWS and axes and view.is_tensor(x):  # x may be broadcast here
         axes = last_axes(view.shape(x), axes)

@@ -24,7 +24,7 @@ from ...graph.scalars import constant_factor
 from ...graph.search import reached
 from ...graph.values import counting, only_along
 from ...graph.view import GraphView, label
-from ...graph.vocabulary import COPIES, REGROUPS
+from ...graph.vocabulary import COPIES, REGROUPS, SAME_VALUES
 from .block import RECTIFIER_CALLS
 
 # Elementwise operations of one argument that map 0 to 0.
@@ -221,7 +221,7 @@ def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.N
 
 def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The topk along its last dimension that returns the indices that `reader` sees in a tensor; else None."""
-    node, passed = view.behind(view.value(indices, reader), COPIES | {"cast", "detach"})
+    node, passed = view.behind(view.value(indices, reader), SAME_VALUES)
     call = view.call(node)
     if call.name != "getitem" or call["index"] != 1:
         return None

@@ -27,13 +27,13 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import matched_nodes, not_negative, only_along, rounds
 from ...graph.view import GraphView, label
-from ...graph.vocabulary import COPIES, PARTS, REGROUPS, SHAPE_OPS
+from ...graph.vocabulary import COPIES, PARTS, REGROUPS, SAME_VALUES, SHAPE_OPS
 from .block import Reading, activation
 
 _ADAPTERS = COPIES | {"mul", "div", "cast"}
 _LENGTH = 8  # steps of an adapter
 _OF_EVERY_NEURON = "a statistic of every neuron over the tokens needs the activations"
-_PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
+_PASSED = SHAPE_OPS | PARTS | SAME_VALUES
 
 
 class Others(NamedTuple):

@@ -38,7 +38,7 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     if found is None:
         return None
     if not found.w.has_weights:
-        if found.features or is_parameter(view, found.w.gather.source):
+        if found.w.gather.features or is_parameter(view, found.w.gather.source):
             return None  # embeddings, or messages along the edges of a graph
         raise NoMatch("there are no document weights: the gathered entries are only added up", node)
     return found

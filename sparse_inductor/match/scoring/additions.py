@@ -16,11 +16,11 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.values import counting
 from ...graph.view import GraphView
-from ...graph.vocabulary import COPIES, REGROUPS
+from ...graph.vocabulary import REGROUPS, SAME_VALUES
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
-_ALIASES = COPIES | REGROUPS | {"cast", "detach"}
+_ALIASES = SAME_VALUES | REGROUPS
 _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 ADDITIONS = _SUMS | {"put", "scatter"}
 

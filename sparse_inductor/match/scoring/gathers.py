@@ -19,7 +19,7 @@ from ...graph.indices import expanded_index, is_full
 from ...graph.names import Call
 from ...graph.values import counting, is_parameter, uniform
 from ...graph.view import GraphView
-from ...graph.vocabulary import COPIES, REORDERS
+from ...graph.vocabulary import REORDERS, SAME_VALUES
 
 LOOKUPS = frozenset("index index_select gather take_along_dim take embedding".split())
 VOCABULARY = Atom(0)  # the axis of the table that is looked up
@@ -219,7 +219,7 @@ def _are_ids(view: GraphView, ids: Any) -> bool:
 
 def is_transposed(view: GraphView, node: fx.Node) -> bool:
     """Whether a matrix is the transpose of another one in the program."""
-    original, _ = view.behind(node, COPIES | {"cast", "detach"})
+    original, _ = view.behind(node, SAME_VALUES)
     return view.name_of(original) in REORDERS
 
 

@@ -56,11 +56,6 @@ class Scored:
         return (*(read for s in self.earlier for read in s.inputs), *self.w.reads, *self.reads)
 
     @property
-    def features(self) -> bool:
-        """Whether the columns may be features as well as queries."""
-        return self.w.gather.features
-
-    @property
     def num_docs(self) -> Any:
         return math.prod(atom.size for atom in self.docs)
 

@@ -20,7 +20,7 @@ from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
 from ...graph.values import is_parameter, rounds
 from ...graph.view import GraphView
-from ...graph.vocabulary import COPIES, VIEWS
+from ...graph.vocabulary import SAME_VALUES, VIEWS
 from ..chains.family import may_be_above
 from .contributions import Axes, Contributions
 from .gathers import LOOKUPS, Gather, gather_of, rows_of
@@ -29,7 +29,6 @@ Read = Callable[[GraphView, Any], Gather | None]
 
 ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
 _REACH = 24  # nodes between a reduction and its gather; programs have at most ten
-_PASSED = COPIES | {"cast", "detach"}
 # Functions with a backward that maps a gradient of 0 to 0 for every weight. The operator's gradient is 0 for a weight
 # that no document uses.
 _KEEPS_ZERO = frozenset("relu clamp clamp_min clamp_max add sub rsub mul div".split())
@@ -114,7 +113,7 @@ def _steps(view: GraphView, node: fx.Node) -> Sequence[_Step]:
         case name if name in SELECTIONS:
             ways = sorted(selections(view, call), key=lambda s: view.const(s.other, node) != 0)
             return [_Step(node, call, s.x, "drop" if s.negate else "keep", s) for s in ways[:1]]
-        case name if name in _PASSED | VIEWS:
+        case name if name in SAME_VALUES | VIEWS:
             return (_Step(node, call, call["input"]),)
     tensors = [a for a in node.all_input_nodes if view.is_tensor(a)]
     alone = call.name in _OF_ONE_WEIGHT and tensors == [call.get("input")]
@@ -179,7 +178,7 @@ def _read(
     w: Contributions | None = gathered
     for step, axes in reversed(with_axes):
         follow = (
-            _factor if step.how else _passed if step.call.name in _PASSED | VIEWS else _function
+            _factor if step.how else _passed if step.call.name in SAME_VALUES | VIEWS else _function
         )
         w = None if w is None else follow(view, w, step, axes)
     return w
@@ -282,7 +281,7 @@ def _varies(view: GraphView, w: Contributions, operand: fx.Node, reader: fx.Node
     """Why a factor that differs from query to query is not supported."""
     if not w.gather.features:
         return NoMatch("the document weights differ from query to query", reader)
-    original, passed = view.behind(operand, VIEWS | COPIES | {"cast"})
+    original, passed = view.behind(operand, VIEWS | SAME_VALUES)
     looked_up = next((n for n in (*passed, original) if _by_query(view, n)), None)
     if looked_up is not None:
         return NoMatch(
