@@ -20,7 +20,7 @@ from .. import compat
 from ..facts import facts_of
 from .contraction import contraction
 from .emit import Emitter
-from .fakes import fake, has_gradient, memory_order, require_grad
+from .fakes import fake, has_gradient, memory_order
 from .memory import storages
 from .names import is_operator
 from .view import GraphView
@@ -40,8 +40,7 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
     for op in (n for n in recorded if is_operator(n) or view.name_of(n) in ("mul", "div")):
         for node in op.all_input_nodes:
             if written.later(node):
-                with view.graph.inserting_before(op):
-                    copy = _copy(node)
+                copy = Emitter(op).method("clone", node)
             elif written.by_the_caller(node):
                 copy = _apart(Emitter(op), node)
             else:
@@ -51,8 +50,7 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
         for node in new:
             readers = [u for u in node.users if u not in new]
             if readers and isinstance(fake(node), torch.Tensor):
-                with view.graph.inserting_after(node):
-                    copy = _copy(node)
+                copy = Emitter(node.next).method("clone", node)
                 for reader in readers:
                     reader.replace_input_with(node, copy)
 
@@ -118,14 +116,3 @@ def _saved_by(view: GraphView, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
             order = memory_order(fake(saved))
             if view.needs_grad(other) and order == list(range(len(view.shape(saved)))):
                 yield saved
-
-
-def _copy(node: fx.Node) -> fx.Node:
-    copy = node.graph.call_method("clone", (node,))
-    value = fake(node)
-    with getattr(value, "fake_mode", contextlib.nullcontext()), torch.no_grad():
-        cloned = value.clone()
-    if value.requires_grad:
-        require_grad(cloned)
-    copy.meta = {**node.meta, "example_value": cloned}
-    return copy

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -134,16 +134,6 @@ def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     return "rectified scores: nothing makes the rows sum to one, as entmax does"
 
 
-class _BesideScores(NamedTuple):
-    """The operands of an entmax beside the product of queries and keys. added: the fill is added to the scores."""
-
-    masks: list[Placed]
-    biases: list[Placed]
-    alpha: Placed | None
-    fill: float | None
-    added: bool
-
-
 @dataclasses.dataclass
 class _Reader:
     """Reads one attention: the product of probabilities `p` and values. `atoms` are the axes of both."""
@@ -172,7 +162,7 @@ class _Reader:
             fills = [scores.fill, *(b.fill for b in scores.biases)]
             if any(f is not None and -math.inf < f < low for f in fills):
                 raise NoMatch("what masked scores become is too large to be multiplied", found.node)
-        beside_scores = self._beside(scores)
+        self._settle_masks(scores)
         qk = scores.product
         if len(qk.summed) != 1:
             raise NoMatch("the scores are no product over one axis", qk.node)
@@ -191,7 +181,8 @@ class _Reader:
             raise NoMatch("the keys are in both operands of the scores, or in neither", qk.node)
         v = Placed(self.values.node, self.node, _axes(self.values, self.atoms))
         k, v = self._unrepeated(k), self._unrepeated(v)
-        return self._roles(scores, beside_scores, q, k, v, keys)
+        q, k, dtype = self._narrowed(q, k, view.dtype(qk.node))
+        return self._roles(scores, q, k, v, keys, dtype)
 
     def _unrepeated(self, t: Placed) -> Placed:
         """The keys or values as they were before their heads were repeated for the query heads."""
@@ -229,13 +220,12 @@ class _Reader:
     def _roles(
         self,
         scores: Scores,
-        given: _BesideScores,
         q: Placed,
         k: Placed,
         v: Placed,
         keys: list[Atom],
+        dtype: torch.dtype,
     ) -> Attention:
-        masks, biases, alpha, fill, added = given
         in_q, in_k, in_v = (set(t.atoms) for t in (q, k, v))
         rows = [
             atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
@@ -249,9 +239,9 @@ class _Reader:
         batch = [a for a in rows if a not in alone]
         after, again = self.probabilities.by_rows(keys)
         if again:
-            self.probabilities.check_again(again, masks, biases, fill, bool(scores.unless))
-            fill = -math.inf
-        query = self._query(alone, keys, [*masks, *biases])
+            self.probabilities.check_again(again, scores)
+            scores.fill = -math.inf
+        query = self._query(alone, keys, [*scores.masks, *scores.biases])
         group = [a for a in alone if a not in query]
         shared = batch[-1:] if len(batch) > 1 else []
         batch = batch[: len(batch) - len(shared)]
@@ -270,21 +260,25 @@ class _Reader:
             raise NoMatch("a gate: each row has values of its own, and shares its keys", self.node)
         causal = False
         if not scores.unless:
-            causal, masks = _causal(self.view, masks, tuple(query), tuple(keys), self.node)
+            causal, scores.masks = _causal(
+                self.view, scores.masks, tuple(query), tuple(keys), self.node
+            )
+        alpha = None
+        if self.view.is_tensor(self.found.alpha):
+            axes = self.probabilities.axes
+            alpha = beside(self.view, self.found.alpha, axes, self.found.reader)
         scale = self.product.scale * self.probabilities.scale
         attention = Attention(
             view=self.view, product=dataclasses.replace(self.product, scale=scale), found=self.found,
             scores=scores, q=q, k=k, v=v,
             out_axes=_axes(self.product, self.atoms), batch=batch, shared=shared, group=group, queries=query,
-            keys=keys, width=width, alpha=alpha, masks=masks, biases=biases,
-            fill=-math.inf if fill is None else fill, causal=causal, added=added,
+            keys=keys, width=width, alpha=alpha, causal=causal,
             undefined="" if again else self.found.undefined, after=after,
-            path=self.probabilities.nodes, dtype=torch.float32,
+            path=self.probabilities.nodes, dtype=dtype,
         )  # fmt: skip
-        attention.dtype = self._settle_dtype(attention)
         for n in (n for n in self.probabilities.nodes if self.view.name_of(n) == "cast"):
             to = self.view.dtype(n)
-            if not to.is_floating_point or rounds(to, attention.dtype):
+            if not to.is_floating_point or rounds(to, dtype):
                 raise NoMatch(f"the probabilities are rounded to {to}", n)
         self._check(attention)
         return attention
@@ -298,44 +292,41 @@ class _Reader:
         axes = [flat(axis) for axis in _axes(self.p, self.atoms)]
         return [a for axis in axes if position in axis for a in axis if a in alone]
 
-    def _beside(self, scores: Scores) -> _BesideScores:
-        """The operands beside the scores. An additive mask becomes a mask where that is exact."""
+    def _settle_masks(self, scores: Scores) -> None:
+        """Turn additive masks among the biases of scores into masks where that is exact."""
         view = self.view
-        masks, fill, added = list(scores.masks), scores.fill, False
         biases: list[Placed] = []
         for bias in scores.biases:
-            mask = as_mask(view, bias)
+            mask, fill = as_mask(view, bias), scores.fill
             alike = mask is not None and (fill is None or fill == mask.fill)
             if mask is not None and alike and mask.fill != -math.inf:
                 # finfo.min + finfo.min is -inf, as is finfo.min - inf, so a finite number is a fill only if nothing
                 # else is added. A fill that is set by a floor is like that of a mask.
                 alike = len(scores.biases) == 1 and (fill is None or bias.floor is not None)
-                added = alike and bias.floor is None
+                scores.added = alike and bias.floor is None
             if mask is not None and alike:
-                masks.append(dataclasses.replace(mask, fill=None))
-                fill = mask.fill
+                scores.masks.append(dataclasses.replace(mask, fill=None))
+                scores.fill = mask.fill
             elif bias.floor is not None and view.needs_grad(scores.product.node):
                 later = scores.biases[-1].reader
                 raise NoMatch("scores that have a floor are masked or biased once more", later)
             else:
                 biases.append(bias)
-        for mask in (*masks, *(mask for mask, _ in self.probabilities.again)):
+        scores.biases = biases
+        for mask in (*scores.masks, *(mask for mask, _ in self.probabilities.again)):
             conjuncts(view, mask)  # splits the atoms that only its parts have
-        alpha = None
-        if view.is_tensor(self.found.alpha):
-            alpha = beside(view, self.found.alpha, self.probabilities.axes, self.found.reader)
-        return _BesideScores(masks, biases, alpha, fill, added)
 
-    def _settle_dtype(self, a: Attention) -> torch.dtype:
-        """The dtype of the operator: 16 bits if both products have it, or if their operands were only widened."""
-        view = self.view
-        first, second = view.dtype(a.scores.product.node), view.dtype(self.node)
-        if second.itemsize < first.itemsize:
-            q, k = (_narrow(view, t, second) for t in (a.q, a.k))
-            if q is not None and k is not None:
-                a.q, a.k = q, k
-                return second
-        return torch.promote_types(first, second)
+    def _narrowed(
+        self, q: Placed, k: Placed, scores: torch.dtype
+    ) -> tuple[Placed, Placed, torch.dtype]:
+        """Queries, keys and the dtype of the operator: 16 bits if both products have it, or if the operands of the
+        first were only widened, which are then returned as they were before."""
+        result = self.view.dtype(self.node)
+        if result.itemsize < scores.itemsize:
+            narrow = [_narrow(self.view, t, result) for t in (q, k)]
+            if narrow[0] is not None and narrow[1] is not None:
+                return narrow[0], narrow[1], result
+        return q, k, torch.promote_types(scores, result)
 
     def _check(self, a: Attention) -> None:
         view = self.view
@@ -350,7 +341,7 @@ class _Reader:
                 raise NoMatch("the scale differs by query and by key", factor.reader)
         if a.alpha is not None and any(atom in a.keys for atom in a.alpha.atoms):
             raise NoMatch("alpha differs by key", self.found.node)
-        for p in a.biases:
+        for p in a.scores.biases:
             if p.fill is None and view.dtype(p.node) == torch.bool:
                 raise NoMatch("a boolean is added to the scores", p.reader)
 

@@ -28,6 +28,7 @@ from ...graph.view import GraphView, label
 from ...graph.vocabulary import VIEWS
 from .form import own_sum
 from .masks import conjuncts, masked, moderate
+from .scores import Scores
 from .transform import Transform, transform
 
 _REACH = 12
@@ -69,30 +70,22 @@ class Probabilities:
         rows = [p for p, _ in self.again if not varies(p)]
         return [*self.factors, *rows], [one for one in self.again if varies(one[0])]
 
-    def check_again(
-        self,
-        again: Sequence[tuple[Placed, fx.Node]],
-        masks: Sequence[Placed],
-        biases: Sequence[Placed],
-        fill: float | None,
-        unless: bool,
-    ) -> None:
+    def check_again(self, again: Sequence[tuple[Placed, fx.Node]], scores: Scores) -> None:
         """Raise NoMatch unless the masks of `again` drop exactly the keys that the masks of the scores drop.
 
-        In that case they only change rows without a key, to zeros, like the operator with a fill of -inf. unless: the
-        scores have masks that take precedence over these.
+        In that case they only change rows without a key, to zeros, like the operator with a fill of -inf.
         """
-        view, (_, at) = self.view, again[0]
+        view, (_, at), fill = self.view, again[0], scores.fill
         more = [p for p, _ in again]
-        one, two = ([p for m in some for p in conjuncts(view, m)] for some in (masks, more))
+        one, two = ([p for m in some for p in conjuncts(view, m)] for some in (scores.masks, more))
         alike = all(any(_same(view, a, b) for b in two) for a in one) and all(
             any(_same(view, a, b) for a in one) for b in two
         )
-        extra = unless or any(b.fill is not None for b in biases)
+        extra = scores.unless or any(b.fill is not None for b in scores.biases)
         lowest = torch.finfo(view.dtype(self.found.source)).min
         if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
             raise _changed_by(view, at)
-        if fill != -math.inf and not all(moderate(view, b) for b in biases):
+        if fill != -math.inf and not all(moderate(view, b) for b in scores.biases):
             reason = "keys that a bias makes as low as the mask does share theirs"
             raise NoMatch(f"probabilities are masked once more; {reason}", at)
 

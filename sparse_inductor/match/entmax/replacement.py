@@ -51,11 +51,7 @@ class Attention:
     keys: list[Atom]
     width: list[Atom]  # of the values
     alpha: Placed | None
-    masks: list[Placed]
-    biases: list[Placed]
-    fill: float
     causal: bool
-    added: bool  # the fill was added to the scores, so these get a gradient
     undefined: str  # the treatment of a query without scores (`ops.entmax`)
     after: list[Placed]  # factors of rows, and masks that keep rows
     path: list[fx.Node]  # between the transformation and the product with the values
@@ -82,10 +78,9 @@ class Attention:
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
         """The inputs, each with the node that reads it."""
         scores = self.scores
-        beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
-        beside += [*self.after, self.alpha]
-        operands = [self.q, self.k, self.v, *(p for p in beside if isinstance(p, Placed))]
-        return [read for t in operands for read in t.reads]
+        beside = [*scores.factors, *scores.biases, *scores.masks, *scores.unless, *self.after]
+        beside += [] if self.alpha is None else [self.alpha]
+        return [read for t in (self.q, self.k, self.v, *beside) for read in t.reads]
 
     @property
     def settled(self) -> tuple[fx.Node, ...]:
@@ -104,8 +99,8 @@ class Attention:
     def note(self) -> str:
         has = {
             "causal": self.causal,
-            "mask": self.masks,
-            "bias": self.biases,
+            "mask": self.scores.masks,
+            "bias": self.scores.biases,
             "grouped queries": self.group,
         }
         return self.found.described(*(what for what, present in has.items() if present))
@@ -126,7 +121,8 @@ class Attention:
         of_values = (*of_keys[:3], [WIDTH] if self.width else [])
         v = self._laid_out(e, self.v, of_values, full=True)
         q, k, v = (e.cast(t, self.dtype) for t in (q, k, v))
-        for factor in self.scores.factors:
+        scores = self.scores
+        for factor in scores.factors:
             if any(atom in self.keys for atom in factor.atoms):
                 k = e.cast(self._times(e, k, factor, turned=True), self.dtype)
             else:
@@ -139,8 +135,8 @@ class Attention:
             lambda: fake(q).new_empty(shape),
             own_operator("entmax_attention"),
             q, k, v, bias, mask, alpha, None, None,
-            number, self.scores.scale, None if self.fill == -math.inf else self.fill,
-            self.causal, self.added, self.undefined,
+            number, scores.scale, None if scores.fill == -math.inf else scores.fill,
+            self.causal, scores.added, self.undefined,
         )  # fmt: skip
         out = e.cast(self._changed(e, out), fake(self.anchor).dtype)
         return self._as_user_has_it(e, out)
@@ -173,7 +169,7 @@ class Attention:
     def _mask(self, e: Emitter) -> fx.Node | None:
         """The mask of the keys that are kept, or None."""
         kept: fx.Node | None = None
-        for mask in self.masks:
+        for mask in self.scores.masks:
             one = self._kept(e, mask)
             kept = one if kept is None else e.call(operator.and_, kept, one)
         for mask in self.scores.unless:
@@ -194,7 +190,7 @@ class Attention:
 
     def _bias(self, e: Emitter) -> fx.Node | None:
         total: fx.Node | None = None
-        for bias in self.biases:
+        for bias in self.scores.biases:
             if bias.fill is not None:
                 keep = self._kept(e, bias)
                 one = e.call(torch.where, keep, 0.0, bias.fill)

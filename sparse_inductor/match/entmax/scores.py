@@ -58,6 +58,7 @@ class Scores:
     unless: list[Placed] = dataclasses.field(default_factory=list)
     """Masks among the biases that take precedence over `masks`: nothing is filled in where they drop a key. One without
     a fill is a bias, which drops a key where it is a large negative number."""
+    added: bool = False  # the fill was added to the scores, so these get a gradient
     doubled: bool = False  # the masks are also among the biases
     floored: bool = False
     shifted: bool = False  # a constant was added, which only matters with a finite fill
