@@ -250,12 +250,12 @@ def _bisected(found: Transform, call: Call) -> Transform:
     piece = region(view, node, found.inputs)
     assert piece is not None  # the call has no other inputs
     how = f"n_iter={steps}" + ("" if normalised else ", ensure_sum_one=False")
-    trial = Trial(view, found.source, found.dim, alpha, node)
+    trial = Trial(view, piece, found.source, found.dim, alpha)
     try:
-        trial.check(piece)
+        trial.check()
     except NoMatch as decline:
         raise NoMatch(f"{how}: {decline.reason}", node) from None
-    return dataclasses.replace(found, undefined=trial.undefined(piece))
+    return dataclasses.replace(found, undefined=trial.undefined())
 
 
 def given_alpha(
@@ -298,13 +298,13 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     try:
         chosen, alpha, piece, scale = _scaled_right(node, found, closed)
         _check_rounding(view, piece, view.dtype(chosen.source))
-        trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
+        trial = Trial(view, piece, chosen.source, found.dim, alpha, scale)
         if scale != 1:
             try:
-                trial.check(piece, gradient=False)
+                trial.check(gradient=False)
             except NoMatch:  # the factor is not alpha - 1, and it is not entmax of scaled scores
                 raise _unlike(found, chosen.factor) from None
-        trial.check(piece)
+        trial.check()
     except NoMatch:
         if searched:
             raise
@@ -316,7 +316,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     settled = nodes if trial.learned else ()
     return Transform(
         view, node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled,
-        trial.undefined(piece), written_out=True,
+        trial.undefined(), written_out=True,
     )  # fmt: skip
 
 
@@ -417,8 +417,8 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     piece = region(view, node, (source, *alphas))
     if piece is None:
         raise NoMatch("the Function reads more than its scores", hop)
-    trial = Trial(view, source, dim, alpha, node, found.scale)
-    trial.check(piece)
+    trial = Trial(view, piece, source, dim, alpha, found.scale)
+    trial.check()
     note = f"autograd Function; {found.how or 'a call of the package'}"
     if trial.learned:
         note += "; checked numerically: gradient"

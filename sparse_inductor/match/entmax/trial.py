@@ -44,90 +44,89 @@ _MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a se
 
 
 class Trial:
-    """A test of one transformation, which should be entmax of `scale` times its source, on many kinds of rows."""
+    """A test of one transformation, the region `piece`, which should be entmax of `scale` times `source`, on many kinds
+    of rows."""
 
     def __init__(
         self,
         view: GraphView,
+        piece: Region,
         source: fx.Node,
         dim: int,
         alpha: float | fx.Node,
-        node: fx.Node,
         scale: float = 1.0,
     ):
-        self.view, self.source, self.dim, self.node, self.scale = view, source, dim, node, scale
+        self.view, self.piece, self.node = view, piece, piece.output
+        self.source, self.dim, self.scale = source, dim, scale
         self.tensor = alpha if isinstance(alpha, fx.Node) else None
         self.alphas = (1.3, 1.8) if isinstance(alpha, fx.Node) else (alpha,)
         self.alpha = self.alphas[0]  # the value that is being tried
-        self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
+        self.tolerance = _TOLERANCE.get(view.dtype(self.node), 1e-5)
         self.learned = False
-        self.levels: tuple[float, ...] = ()
+        self.fills = tuple(scale * fill for fill in sorted(_fills(view, source)))
+        self.levels = tuple(scale * level for level in _levels(view, piece.nodes))
         self.leaf_alpha: torch.Tensor | None = None
 
-    def check(self, piece: Region, gradient: bool = True) -> None:
+    def check(self, gradient: bool = True) -> None:
         """Raise NoMatch if the result is not entmax's or, with `gradient` and if one may be needed, if the gradient of
         the scores or of alpha is not."""
         learned = self.view.requires_grad(self.source) or self._alpha_needs_grad()
         needs_grad = self.learned = gradient and learned and self.view.grad_enabled
         if static_size(self.view.shape(self.source)[self.dim]) == 0:
             raise NoMatch("its rows have no scores to try it with", self.node)
-        fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
-        self.levels = tuple(self.scale * level for level in _levels(self.view, piece.nodes))
-        how = self.dim, self.alphas, self.scale, needs_grad, fills, self._alpha_needs_grad()
-        key = (_key(self.view, piece), *how)
+        how = self.dim, self.alphas, self.scale, needs_grad, self.fills, self._alpha_needs_grad()
+        key = (_key(self.view, self.piece), *how)
         tried = _tried
-        if any(static_size(s) is None for n in piece.leaves for s in self.view.shape(n)):
+        if any(static_size(s) is None for n in self.piece.leaves for s in self.view.shape(n)):
             # A symbol may mean another size in another graph, so results are kept per graph.
             tried = self.view.remembered.setdefault(Trial, {})
         if key not in tried:
             if len(tried) >= _MAX_TRIED:
                 tried.clear()
             with torch.device("cpu"):
-                tried[key] = self._outcome(piece, fills, needs_grad)
+                tried[key] = self._outcome(needs_grad)
         if tried[key] is not None:
             raise NoMatch(tried[key] or "", self.node)
 
-    def undefined(self, piece: Region) -> str:
+    def undefined(self) -> str:
         """The treatment of a row of -inf (`ops.entmax`), once other rows are known to be right."""
-        rows = (self._row_with(piece, low) for low in (-torch.inf, torch.finfo(torch.float32).min))
+        rows = (self._row_with(low) for low in (-torch.inf, torch.finfo(torch.float32).min))
         lost, least = ("refused" if p is None else "nan" if p.isnan().any() else "" for p in rows)
         return f"{lost} absorbed" if lost and lost == least else lost
 
-    def _row_with(
-        self, piece: Region, score: float, at: int | slice = slice(None)
-    ) -> torch.Tensor | None:
+    def _row_with(self, score: float, at: int | slice = slice(None)) -> torch.Tensor | None:
         """The result for a row with all scores, or the one at `at`, set to `score`; None if the program raises."""
         try:
             with torch.device("cpu"), torch.no_grad():
                 rows = self._noise(2, seed=6)
                 rows[1, at] = score
-                return self._run(piece, rows)[1]
+                return self._run(rows)[1]
         except Untestable:
             return None
 
-    def _outcome(self, piece: Region, fills: tuple[float, ...], needs_grad: bool) -> str | None:
+    def _outcome(self, needs_grad: bool) -> str | None:
         """The first deviation found, or None. A tensor alpha is tried with two values."""
         try:
             for alpha in self.alphas:
                 self.alpha = alpha
                 with torch.no_grad():
-                    wrong = self._forward(piece, fills) or self._not_a_number(piece)
+                    wrong = self._forward() or self._not_a_number()
                 if wrong is None and needs_grad:
-                    wrong = self._backward(piece, -torch.inf in fills)
+                    wrong = self._backward()
                 if wrong is not None:
                     return wrong
         except Untestable as error:
             return f"it could not be tried on concrete rows ({error})"
         return None
 
-    def _forward(self, piece: Region, fills: tuple[float, ...]) -> str | None:
+    def _forward(self) -> str | None:
         own, *others = self._widths()
-        wrong = self._forward_of(piece, own, fills)
+        wrong = self._forward_of(own)
         for width in others if wrong is None else ():
             with contextlib.suppress(Untestable):  # the program may not allow this size
-                wrong = wrong or self._forward_of(piece, width, fills)
-        for fill in fills if wrong is None else ():
-            p = self._row_with(piece, self._as_rounded(fill))
+                wrong = wrong or self._forward_of(width)
+        for fill in self.fills if wrong is None else ():
+            p = self._row_with(self._as_rounded(fill))
             if p is not None and not p.any():
                 return self._reason("is zero in a row that is masked throughout", fill)
         return wrong
@@ -139,9 +138,9 @@ class Trial:
         absorbed = math.isfinite(fill) and bool(number - 1 == number)
         return min(fill, torch.finfo(torch.float32).min) if absorbed else fill
 
-    def _forward_of(self, piece: Region, width: int, fills: tuple[float, ...]) -> str | None:
-        for rows, fill in _rows(width, self.alpha, fills, self.levels):
-            p = self._run(piece, rows)
+    def _forward_of(self, width: int) -> str | None:
+        for rows, fill in _rows(width, self.alpha, self.fills, self.levels):
+            p = self._run(rows)
             if not p.isfinite().all():
                 return self._reason("has no finite result", fill)
             sums = p.sum(-1).flatten()
@@ -160,9 +159,9 @@ class Trial:
             p: torch.Tensor = own_operator("entmax")(rows, alpha, self.alpha, -1)
         return p
 
-    def _not_a_number(self, piece: Region) -> str | None:
+    def _not_a_number(self) -> str | None:
         """The deviation for a row with a NaN, or None. entmax turns the whole row into NaN, or raises."""
-        p = self._row_with(piece, torch.nan, at=0)
+        p = self._row_with(torch.nan, at=0)
         known = p is None or bool(p.isnan().all())
         return None if known else self._reason("is finite in a row with a NaN", None)
 
@@ -170,14 +169,14 @@ class Trial:
         where = "" if fill is None else f" where scores are masked with {fill:g}"
         return f"this looks like entmax with alpha {self.alpha:g} but {what}{where}"
 
-    def _backward(self, piece: Region, masked: bool) -> str | None:
-        rows = self._noise(4, seed=5) * 1.5
+    def _backward(self) -> str | None:
+        rows, masked = self._noise(4, seed=5) * 1.5, -torch.inf in self.fills
         if masked:
             rows[:2, 1:] = -torch.inf
         rows = rows.requires_grad_()
         self.leaf_alpha = None
         with torch.enable_grad():
-            p = self._run(piece, rows)
+            p = self._run(rows)
             if not p.requires_grad:
                 return "no gradient goes through it, and entmax has one"
             g = self._noise(4, seed=8)
@@ -217,19 +216,19 @@ class Trial:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(count, self._widths()[0], generator=generator, dtype=torch.float64)
 
-    def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
+    def _run(self, rows: torch.Tensor) -> torch.Tensor:
         """p for `rows` [R, n], in a shape like the one that the graph was traced with: with few rows or, if that fails
         because the number of rows is a constant in the program, with that number."""
         if self.tensor is not None:
             self.leaf_alpha = torch.tensor(self.alpha, dtype=torch.float64)
             self.leaf_alpha.requires_grad_(torch.is_grad_enabled())
         try:
-            return self._in_shape(piece, rows, self._few(rows))
+            return self._in_shape(rows, self._few(rows))
         except Untestable:
             every = self._every(rows)
             if every is None:
                 raise
-            return self._in_shape(piece, rows, every)
+            return self._in_shape(rows, every)
 
     def _few(self, rows: torch.Tensor) -> list[int]:
         """Sizes for these rows: an axis of size 1 keeps it, any other axis has two or more elements."""
@@ -247,7 +246,7 @@ class Trial:
         small = len(known) == len(sizes) and 0 < math.prod(known) <= _MAX_NUMEL
         return known if small and known[self.dim] == rows.shape[-1] else None
 
-    def _in_shape(self, piece: Region, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def _in_shape(self, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """p for `rows`, run as one or more tensors of these sizes; rows are repeated to fill the last one."""
         at_once = math.prod(sizes) // rows.shape[-1]
         last = [*sizes[: self.dim], *sizes[self.dim + 1 :], rows.shape[-1]]
@@ -257,7 +256,7 @@ class Trial:
             values = {self.source: filled.reshape(last).movedim(-1, self.dim) / self.scale}
             if self.tensor is not None:
                 values[self.tensor] = self._alpha_like(sizes)
-            p = run(self.view, piece, values, self.source, self.dim)
+            p = run(self.view, self.piece, values, self.source, self.dim)
             if list(p.shape) != sizes:
                 raise Untestable(f"the result has shape {tuple(p.shape)}")
             found.append(p.movedim(self.dim, -1).reshape(filled.shape))
