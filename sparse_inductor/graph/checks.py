@@ -119,8 +119,9 @@ def _check_memory(
     gone = nodes if all({*n.users} <= {*nodes} for n in nodes if n not in ends) else ()
     for source, reader in reads:
         first, last = view.in_order((reader, at))
-        for writer, target in view.effects.changes(source, first, last, but=gone):
-            raise NoMatch(f"{label(target)} is changed in place before {label(at)}", writer)
+        for writer, target in view.effects.changes(source, first, last):
+            if writer not in gone:
+                raise NoMatch(f"{label(target)} is changed in place before {label(at)}", writer)
     for n in nodes:
         for target in view.effects.writers.get(n, ()):
             dies = view.effects.creators(target) <= {*nodes}

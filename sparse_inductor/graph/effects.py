@@ -9,7 +9,7 @@ without a body.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -219,11 +219,10 @@ class Effects:
         return self._between(node, self.order[node], self.order[reader])[-1]
 
     def changes(
-        self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
+        self, node: fx.Node, since: fx.Node, until: fx.Node
     ) -> list[tuple[fx.Node, fx.Node]]:
         """Return the writers to the memory of `node` between two points, each with the tensor passed to it."""
-        events = self._between(node, self.order[since], self.order[until])
-        return [(writer, target) for writer, target in events if writer not in but]
+        return self._between(node, self.order[since], self.order[until])
 
     def sharing(self, node: fx.Node) -> list[fx.Node] | None:
         """Return the nodes that share the memory of `node`; None where it is an input's memory, or unknown."""
