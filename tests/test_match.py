@@ -182,6 +182,9 @@ def test_in_place_is_the_same_call_and_says_so(plain, in_place):
     [
         (lambda x, y: 1 - x, "rsub|sub", {"other", "input"}),
         (lambda x, y: torch.sub(x, y, alpha=2), "sub", {"alpha"}),
+        (lambda x, y: torch.div(x, y, rounding_mode=None), "div", {"other"}),
+        (lambda x, y: torch.div(x, y, rounding_mode="floor"), "div_floor", {"other"}),
+        (lambda x, y: x.div_(y, rounding_mode="trunc"), "div_trunc", {"other"}),
         (lambda x, y: x.to(torch.float64), "cast", {"rest"}),
         (lambda x, y: x.double(), "cast", set()),
         (lambda x, y: x[..., None], "getitem", {"index"}),

@@ -13,7 +13,7 @@ from .. import compat
 from .fakes import bounds, fake, same_size, same_sizes, static_size
 from .indices import Taken, only_slices, taken
 from .names import Call
-from .no_match import once
+from .no_match import NoMatch, once
 from .search import reached
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView
@@ -71,6 +71,20 @@ def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
     """Whether a cast of a value `computed` in one dtype to `dtype` loses precision or range."""
     to, of = torch.finfo(dtype), torch.finfo(computed)
     return to.eps > of.eps or to.max < of.max
+
+
+def check_cast(view: GraphView, node: fx.Node, what: str, *computed: torch.dtype) -> None:
+    """Raises NoMatch where a cast changes values, which are `computed` in some dtypes, or moves them elsewhere."""
+    x = view.call(node)["input"]
+    if not view.is_tensor(x):
+        raise NoMatch(f"{what} are no tensor", node)
+    dtype = view.dtype(node)
+    if not dtype.is_floating_point:
+        raise NoMatch(f"{what} become {dtype}", node)
+    if fake(node).device != fake(x).device:
+        raise NoMatch(f"{what} move to another device", node)
+    if any(rounds(dtype, one) for one in computed):
+        raise NoMatch(f"{what} are rounded to {dtype}", node)
 
 
 def drowns(number: float, dtype: torch.dtype) -> bool:

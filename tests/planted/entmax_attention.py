@@ -65,12 +65,13 @@ def _scores(**fields: Any) -> Callable[[Attention], dict[str, Any]]:
     return lambda a: {"scores": dataclasses.replace(a.scores, **fields)}
 
 
-def _placed(which: str, **fields: Any) -> Callable[[Attention], dict[str, Any]]:
-    return lambda a: {which: [dataclasses.replace(p, **fields) for p in getattr(a, which)]}
-
-
 def _inverted(a: Attention) -> dict[str, Any]:
-    return {"masks": [dataclasses.replace(m, negate=not m.negate) for m in a.masks]}
+    masks = [dataclasses.replace(m, negate=not m.negate) for m in a.scores.masks]
+    return _scores(masks=masks)(a)
+
+
+def _subtracted(a: Attention) -> dict[str, Any]:
+    return _scores(biases=[dataclasses.replace(b, factor=-1.0) for b in a.scores.biases])(a)
 
 
 def _last_is_first(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,15 +102,15 @@ def _later(scores: Callable[..., Any], q: Any, k: Any, c: Any, t: Any, Lq: int, 
 BUGS = (
     # The replacement by the pattern
     Bug("scale dropped", _read(_scores(scale=1.0)), "padded"),
-    Bug("padding dropped", _read(lambda a: {"masks": []}), "padded"),
+    Bug("padding dropped", _read(_scores(masks=[])), "padded"),
     Bug("padding inverted", _read(_inverted), "padded"),
-    Bug("bias of the scores dropped", _read(lambda a: {"biases": []}), "padded"),
-    Bug("bias of the scores subtracted", _read(_placed("biases", factor=-1.0)), "padded"),
-    Bug("dropped keys with a score of zero", _read(lambda a: {"fill": 0.0}), "padded"),
+    Bug("bias of the scores dropped", _read(_scores(biases=[])), "padded"),
+    Bug("bias of the scores subtracted", _read(_subtracted), "padded"),
+    Bug("dropped keys with a score of zero", _read(_scores(fill=0.0)), "padded"),
     Bug("alpha of another family", _read(_alpha), "padded"),
     Bug("keys of the next sequence", _rolled("k"), "causal"),
     Bug("values of the next sequence", _rolled("v"), "causal"),
-    Bug("not causal", _read(lambda a: {"causal": False, "masks": []}), "causal"),
+    Bug("not causal", _read(lambda a: {"causal": False, **_scores(masks=[])(a)}), "causal"),
     Bug("key heads of the next sequence", _rolled("k"), "grouped"),
     # The operator's forward
     Bug("one key of the future", instead(aten, "_scores", _later), "causal"),

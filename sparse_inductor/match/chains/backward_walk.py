@@ -16,7 +16,7 @@ from torch import fx
 from ... import compat
 from ...epilogue.steps import Step
 from ...graph.contraction import Letters, contraction
-from ...graph.fakes import fake, same_size
+from ...graph.fakes import same_size
 from ...graph.gemm import entry_of_stack, linears, why_not_linear
 from ...graph.indices import listed, taken
 from ...graph.mesh import redistributed
@@ -25,7 +25,7 @@ from ...graph.no_match import NoMatch, changed, if_matched, matches
 from ...graph.parts import detour
 from ...graph.scalars import Scaled, number, scalar_steps, sums
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.values import rounds
+from ...graph.values import check_cast
 from ...graph.view import GraphView, label
 from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 from .comparisons import kept
@@ -195,17 +195,10 @@ class BackwardWalk:
     # Shape and dtype
 
     def _cast(self) -> EpilogueChain:
-        x = self.call["input"]
-        if not self.view.is_tensor(x):
-            raise self.decline("cast of something that is no tensor")
-        if not self.view.dtype(self.node).is_floating_point:
-            raise self.decline(f"the values become {self.view.dtype(self.node)}")
-        if fake(self.node).device != fake(x).device:
-            raise self.decline("the values move to another device")
-        epilogue = self.up(x)
-        computed = {self.view.dtype(linear.node) for linear in epilogue.linears}
-        if any(rounds(self.view.dtype(self.node), dtype) for dtype in computed):
-            raise self.decline(f"the values are rounded to {self.view.dtype(self.node)}")
+        check_cast(self.view, self.node, "the values")
+        epilogue = self.up(self.call["input"])
+        computed = (self.view.dtype(linear.node) for linear in epilogue.linears)
+        check_cast(self.view, self.node, "the values", *computed)
         return epilogue.then(Element(self.node))
 
     def _shape(self) -> EpilogueChain:

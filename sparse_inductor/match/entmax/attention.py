@@ -22,7 +22,7 @@ from ...graph.axes import Atom, Axis, Placed, before, beside, flat, last_axes, o
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.fakes import same_size
 from ...graph.no_match import NoMatch, changed, if_matched
-from ...graph.values import is_parameter, made_of_parameters, rounds
+from ...graph.values import check_cast, is_parameter, made_of_parameters
 from ...graph.view import GraphView
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
@@ -277,9 +277,7 @@ class _Reader:
             path=self.probabilities.nodes, dtype=dtype,
         )  # fmt: skip
         for n in (n for n in self.probabilities.nodes if self.view.name_of(n) == "cast"):
-            to = self.view.dtype(n)
-            if not to.is_floating_point or rounds(to, dtype):
-                raise NoMatch(f"the probabilities are rounded to {to}", n)
+            check_cast(self.view, n, "the probabilities", dtype)
         self._check(attention)
         return attention
 

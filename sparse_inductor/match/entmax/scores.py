@@ -26,7 +26,7 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch, changed, first_match
 from ...graph.scalars import constant_factor, sums
 from ...graph.selection import SELECTIONS, Assigned, selections
-from ...graph.values import drowns, extreme, rounds
+from ...graph.values import check_cast, drowns, extreme
 from ...graph.view import GraphView, label, rounded
 from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
@@ -164,11 +164,9 @@ class _Step:
         if (kept := self.view.kept(call)) is not None:
             return self.up(kept)
         if name == "cast":
-            if not self.view.is_tensor(x) or not self.view.dtype(self.node).is_floating_point:
-                raise self.decline(f"the scores become {self.view.dtype(self.node)}")
+            check_cast(self.view, self.node, "the scores")
             found = self.up(x)
-            if rounds(self.view.dtype(self.node), self.view.dtype(found.product.node)):
-                raise self.decline(f"the scores are rounded to {self.view.dtype(self.node)}")
+            check_cast(self.view, self.node, "the scores", self.view.dtype(found.product.node))
             return found
         if name == "detach":
             raise self.decline("detach() cuts the gradient here")

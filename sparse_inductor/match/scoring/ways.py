@@ -14,11 +14,10 @@ from torch import fx
 
 from ...graph.axes import Axis, Placed, above, flat, last_axes
 from ...graph.contraction import Operand, contraction
-from ...graph.fakes import fake
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.values import is_parameter, rounds
+from ...graph.values import check_cast, is_parameter
 from ...graph.view import GraphView
 from ...graph.vocabulary import SAME_VALUES, VIEWS
 from ..chains.family import may_be_above
@@ -215,13 +214,9 @@ def _passed(view: GraphView, w: Contributions, step: _Step, axes: Axes) -> Contr
     if call.name == "detach" and view.needs_grad(x):
         raise NoMatch("the contributions are detached", node)
     if call.name == "cast":
-        if not view.dtype(node).is_floating_point:
-            raise NoMatch(f"the contributions are cast to {view.dtype(node)}", node)
-        if fake(node).device != fake(x).device:
-            raise NoMatch("the contributions move to another device", node)
         gathered = view.dtype(w.gather.node)
-        if gathered.is_floating_point and rounds(view.dtype(node), gathered):
-            raise NoMatch(f"the contributions are rounded to {view.dtype(node)}", node)
+        floats = (gathered,) if gathered.is_floating_point else ()
+        check_cast(view, node, "the contributions", *floats)
     return w.then(node)
 
 
