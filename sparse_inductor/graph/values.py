@@ -17,16 +17,7 @@ from .no_match import NoMatch, once
 from .search import reached
 from .shapes import order_of
 from .view import CONSTANT_LIKE, GraphView
-from .vocabulary import (
-    COMPARISONS,
-    COPIES,
-    NEGATIONS,
-    REGROUPS,
-    REORDERS,
-    SAME_VALUES,
-    SPREADS,
-    VIEWS,
-)
+from .vocabulary import COMPARISONS, NEGATIONS, REGROUPS, REORDERS, SAME_VALUES, SPREADS, VIEWS
 
 _OF_A_PARAMETER = VIEWS | SAME_VALUES | {"mul"}
 
@@ -101,10 +92,10 @@ def extreme(number: float) -> bool:
 ELEMENTWISE = (
     COMPARISONS
     | NEGATIONS
-    | COPIES
+    | SAME_VALUES
     | frozenset(
-        "cast add sub rsub mul div div_floor div_trunc neg eq ne and_ or_ xor where detach relu clamp maximum minimum "
-        "log exp abs sigmoid masked_fill".split()
+        "add sub rsub mul div div_floor div_trunc neg eq ne and_ or_ xor where relu clamp maximum minimum log exp abs "
+        "sigmoid masked_fill".split()
     )
 )
 
@@ -170,7 +161,7 @@ def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> 
     return at >= 0 and same_sizes(sizes, wanted)
 
 
-_MOVES = COPIES | REORDERS | REGROUPS | {"cast"}
+_MOVES = SAME_VALUES | REORDERS | REGROUPS
 # Dtypes that hold every position exactly. In 16-bit floats positions from 257 or 2,049 on are rounded; 8 bits wrap.
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 

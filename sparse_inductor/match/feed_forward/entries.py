@@ -18,6 +18,7 @@ from torch import fx
 from ...graph.emit import Emitter
 from ...graph.fakes import expected, expected_elements, fake, never_larger, same_sizes
 from ...graph.gemm import Linear, linears
+from ...graph.indices import sole
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
@@ -205,7 +206,7 @@ def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.N
     index = call["index"] if call.name == "setitem" else call["indices"]
     values = call["value"] if call.name == "setitem" else call["values"]
     if len(view.shape(call["input"])) == 1:
-        (only,) = index if isinstance(index, (tuple, list)) and len(index) == 1 else (index,)
+        only = sole(index)
         return (values, only) if view.is_tensor(only) else None
     if not isinstance(index, (tuple, list)) or len(index) != 2:
         return None
