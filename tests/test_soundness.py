@@ -1140,3 +1140,25 @@ def test_a_constant_mask_is_computed_with_its_writes_where_it_is_read_twice():
 
     x = torch.randn(2, 5, 6)
     assert _assert_as_eager(program, x, training=True) == ["entmax_attention"]
+
+
+def test_a_constant_mask_is_computed_from_views_as_they_are_when_it_reads_them():
+    """Positions that are written after a view of them was taken."""
+
+    def causal(m, x):
+        at = torch.arange(5)
+        rows = at[:, None]
+        at[2:] = 7
+        scores = (m.q(x) @ m.k(x).mT).masked_fill(rows < torch.arange(5), -1e9)
+        return entmax.sparsemax(scores, -1) @ x
+
+    def packed(m, x):
+        document = torch.zeros(5)
+        rows = document[:, None]
+        document[2:] = 1
+        scores = (m.q(x) @ m.k(x).mT).masked_fill(rows != torch.zeros(1, 5), -1e9)
+        return entmax.sparsemax(scores, -1) @ x
+
+    x = torch.randn(2, 5, 6)
+    for program in (causal, packed):
+        assert _assert_as_eager(program, x, training=True) == ["entmax_attention"]

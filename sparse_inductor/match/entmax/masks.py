@@ -78,7 +78,7 @@ def keeps_all(view: GraphView, mask: Placed) -> bool:
     node, _ = view.behind(mask.node, SAME_VALUES)
     call = view.call(node)
     if call.name == "eq" and not mask.negate:
-        sides = [_computed(view, x) if view.is_tensor(x) else None for x in call.both_ways[0]]
+        sides = [_computed(view, x, node) for x in call.both_ways[0]]
         if all(side is not None and side.numel() for side in sides):
             one = torch.cat([side.flatten() for side in sides if side is not None])
             return bool((one == one[0]).all())
@@ -133,7 +133,7 @@ def _positions(view: GraphView, node: Any, reader: fx.Node) -> tuple[int, Any] |
     found = progression(view, node, reader)
     if found is not None and found.step == 1 and found.axis is not None:
         return found.axis, found.start
-    value = _computed(view, node)  # transformers gathers the positions of every sequence
+    value = _computed(view, node, reader)  # transformers gathers the positions of every sequence
     if value is None or value.is_floating_point() or value.dim() < 2 or not value.numel():
         return None
     for axis in (1, 2):
@@ -146,7 +146,7 @@ def _positions(view: GraphView, node: Any, reader: fx.Node) -> tuple[int, Any] |
 
 def _kept(view: GraphView, mask: Placed) -> torch.Tensor | None:
     """The keys that a constant mask keeps; None for other masks."""
-    value = _computed(view, mask.node)
+    value = _computed(view, mask.node, mask.reader)
     return None if value is None else (value != 0) != mask.negate
 
 
@@ -167,7 +167,7 @@ def as_mask(view: GraphView, bias: Placed) -> Placed | None:
 def moderate(view: GraphView, bias: Placed) -> bool:
     """Whether a bias is known not to be a mask: it is a constant without large numbers, or is computed from learnt
     tensors."""
-    value = _computed(view, bias.node)
+    value = _computed(view, bias.node, bias.reader)
     if value is not None and value.is_floating_point():
         return bool((value.double().abs() * abs(bias.factor) < 1e4).all())
 
@@ -265,7 +265,7 @@ def _constant(
     view: GraphView, node: fx.Node, reader: fx.Node, axes: Sequence[Axis]
 ) -> Choice | None:
     """A constant tensor with equal non-zero entries, as a choice; None for other tensors."""
-    value = _computed(view, node)
+    value = _computed(view, node, reader)
     others = None if value is None else value[value != 0]
     if others is None or not others.numel() or not (others == others[0]).all():
         return None
@@ -303,9 +303,14 @@ def mixed(
     return None
 
 
+def _computed(view: GraphView, node: Any, reader: fx.Node) -> torch.Tensor | None:
+    """The value of a constant tensor that `reader` reads, if it is small enough to compute here."""
+    seen = view.value(node, reader) if view.is_tensor(node) else None
+    return None if seen is None else _run(view, seen)
+
+
 @remembered
-def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
-    """The value of a constant tensor, if it is small enough to compute here."""
+def _run(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     shape = view.shape(node)
     if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
         return None
