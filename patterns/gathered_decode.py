@@ -162,15 +162,19 @@ class GatheredDecode(Recogniser):
         return _checked(view, GatheredMatch(node, node, values, indices, weight, (node,)), top)
 
     def worth(self, match: GatheredMatch, view: GraphView) -> Worth:
-        indices = fake(match.indices).shape
+        table, entries = fake(match.weight), expected_elements(fake(match.indices).shape)
+        rows, width = reversed(table.shape) if match.columns else table.shape
+        lies = table.stride(int(not match.columns)), table.stride(int(match.columns))
         return look_up(
             NAME,
-            fake(match.anchor).device,
-            entries=expected_elements(indices),
-            width=expected(fake(match.weight).shape[0 if match.columns else 1]),
+            table.device,
+            entries=entries,
+            width=expected(width),
             bits=8 * fake(match.anchor).dtype.itemsize,
             training=view.needs_grad(match.anchor),
             bag=match.gather is match.anchor,
+            copied=not all(map(same_size, lies, (1, width))),
+            repeats=entries // max(1, expected(rows)),
         )
 
 
@@ -211,11 +215,15 @@ def _gathered(view: GraphView, rows: fx.Node) -> tuple[Gather | None, tuple[fx.N
         passed.append(node)
         node, more = view.behind(view.value(view.call(node)["input"], node), SAME_VALUES)
         passed += more
-        found = rows_of(view, node)
+        found = rows_of(view, node, columns=True)
         if found is None or (flattened := view.call(found.index)).name not in REGROUPS:
             return None, ()
         indices = flattened["input"]
-        if not same_sizes(view.shape(rows), (*view.shape(indices), *view.shape(found.source)[1:])):
+        before, after = (
+            view.shape(found.source)[part]
+            for part in (slice(found.dim), slice(found.dim + 1, None))
+        )
+        if not same_sizes(view.shape(rows), (*before, *view.shape(indices), *after)):
             return None, ()
         found = dataclasses.replace(found, index=indices)
     if found is None:

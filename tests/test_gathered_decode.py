@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sparse_inductor
 from sparse_inductor.testing import (
     assert_matches_reference,
     assert_rewrites,
@@ -53,6 +54,12 @@ def columns(s, x):
     return torch.einsum("dbsk,bsk->bsd", s.W_dec.T[:, indices], values)
 
 
+def flattened_columns(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    columns = torch.index_select(s.W_enc, 1, indices.flatten()).view(8, *indices.shape)  # tied
+    return torch.einsum("d...k,...k->...d", columns, values)
+
+
 def columns_first(s, x):
     values, indices = (x @ s.W_enc).flatten(0, 1).topk(4)
     return (s.W_enc[:, indices] * values).sum(-1).T  # tied
@@ -90,7 +97,7 @@ WITHOUT_GRADIENT = {
     "program",
     [
         as_sparsify_does, over_positions, kept_axis, one_row_matrices, flattened, letters,
-        columns, columns_first, columns_of_one_row,
+        columns, columns_first, columns_of_one_row, flattened_columns,
     ],
 )  # fmt: skip
 def test_it_is_rewritten_and_keeps_its_numbers(program):
@@ -203,6 +210,31 @@ def test_numbers_of_another_precision_are_widened_as_the_program_does():
         assert len(report.rewrites) == 1
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, model(x))
+
+
+@pytest.mark.parametrize(
+    "neurons, weight, rewritten",
+    [
+        (4096, lambda w, i: w[i], True),
+        (4096, lambda w, i: w.T.contiguous().T[i], False),
+        (4096, lambda w, i: w.T[:, i], True),
+        (4096, lambda w, i: w.T.contiguous()[:, i], False),
+        (1024, lambda w, i: w.T.contiguous()[:, i], True),
+    ],
+)
+def test_a_weight_is_transposed_where_its_entries_are_many(neurons, weight, rewritten):
+    """There are 2,048 entries: half an entry for each row of the weight, or two."""
+    scores, table = torch.randn(64, neurons), torch.randn(neurons, 256)
+
+    def program(scores, table):
+        values, indices = scores.topk(32)
+        rows = weight(table, indices)
+        letters = "bkd,bk->bd" if rows.shape[0] == 64 else "dbk,bk->bd"
+        return torch.einsum(letters, rows, values)
+
+    with sparse_inductor.enabled(only="gathered_decode", policy="auto"):
+        explanation = sparse_inductor.explain(program, scores, table)
+    assert bool(explanation.report.rewrites) == rewritten
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

@@ -179,7 +179,7 @@ class BackwardWalk:
             raise self.decline(f"{name} is not monotone, and no step of an operator")
         if name == "prelu":
             self.up(call["input"])
-            raise self.decline("prelu has a slope below 0 that is known only at run time")
+            raise self.decline("prelu is no step of an operator: its slope below 0 is a tensor")
         if name in COMPARISONS:
             raise self.decline(f"a comparison ({name}) is no step of an operator")
         src = call.get("src") if name == "scatter" else None

@@ -17,7 +17,7 @@ from ...graph.contraction import Operand, contraction
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, Selection, selections
-from ...graph.values import check_cast, is_parameter
+from ...graph.values import check_cast, is_parameter, made_of_parameters
 from ...graph.view import GraphView
 from ...graph.vocabulary import SAME_VALUES, VIEWS
 from ..chains.family import may_be_above
@@ -264,7 +264,8 @@ def multiplied(
     if not w.same_for_all(view, placed):
         raise _varies(view, w, other, reader)
     if view.needs_grad(other):
-        if w.gather.features or is_parameter(view, w.gather.source):
+        memory = is_parameter(view, w.gather.source) and not made_of_parameters(view, other)
+        if w.gather.features or memory:
             raise NoMatch(ROWS, reader)
         raise NoMatch(
             "the document weights are learnt, and the operator has no gradient for them", reader

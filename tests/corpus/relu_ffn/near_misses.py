@@ -37,7 +37,7 @@ def leaky(x, m):
     return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
 
 
-@formula("no_rewrite", "a slope below 0 that is known only at run time", at="F.prelu(")
+@formula("no_rewrite", "its slope below 0 is a tensor", at="F.prelu(")
 def learnt_slope(x, w, d, b):
     return F.prelu(x @ w, b[:1]) @ d
 

@@ -82,6 +82,22 @@ def learnt_documents():
     return LearntDocuments(), (torch.rand(V, requires_grad=True),)
 
 
+class LearntQuery(LearntDocuments):
+    """A trained query, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.rand(V))
+
+    def forward(self, scale):
+        return super().forward(self.query) * scale
+
+
+@program("no_rewrite", "weights are learnt", TRAIN, at="self.values")
+def learnt_documents_and_query():
+    return LearntQuery(), (torch.rand(()),)
+
+
 @program("no_rewrite", "rows of features", TRAIN, at="torch.einsum(")
 def columns_of_a_parameter():
     """a memory of which the largest scores choose columns, weighted by these scores"""
