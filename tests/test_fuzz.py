@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -33,6 +34,20 @@ def test_every_family_and_hazard_is_drawn():
     made = collections.Counter(f for seed in range(300) for f in generate(seed).families)
     assert min(made[f] for f in FAMILIES) >= 60
     assert len({h for seed in range(300) for h in generate(seed).hazards}) >= 15
+
+
+def test_constants_and_parts_are_built_and_written():
+    texts = [generate(seed).source() for seed in range(300)]
+    built = (
+        r"(keep|bias)\d+ = torch\.",
+        r"keep(\d+)\b.*keep\1\b",
+        r"t\d+, t\d+ = ",
+        r"(t\d+) = \1\.add_\(t",
+        "topk\\(3",
+    )
+    assert all(sum(bool(re.search(of, text)) for text in texts) >= 5 for of in built)
+    plain = [generate(seed, more=0.0) for seed in range(300)]
+    assert not any("built" in p.hazards or "parts" in p.hazards for p in plain)
 
 
 def test_no_region_is_handed_a_subclass_with_behaviour():
@@ -126,7 +141,7 @@ def test_a_campaign_counts_and_logs():
 
 
 def right(seed):
-    outcome, failure = examine(generate(seed))
+    outcome, failure = examine(generate(seed, more=0.0))
     assert failure is None, "\n".join([*failure.findings, failure.text])
     return outcome
 

@@ -19,6 +19,7 @@ NO_FLOATS = (
     "ids",
     "best",
     "offsets",
+    "size",
 )  # prefixes of the names of tensors that are not floating-point
 
 
@@ -41,6 +42,8 @@ class Maker:
             [78, 6, 5, 4, 4, 2, 1],
         )[0]
         self.count = 0
+        # Draws what was added later: the other draws of a seed stay as they were. `often` is its share.
+        self.more, self.often = random.Random(f"more {seed}"), 0.0
 
     def name(self, stem: str) -> str:
         self.count += 1
@@ -54,6 +57,22 @@ class Maker:
 
     def choose(self, *texts: str) -> str:
         return self.r.choice(texts)
+
+    def rarely(self, share: float) -> bool:
+        return self.more.random() < share * self.often
+
+    def write(self, texts: Sequence[str], most: int, **names: str) -> None:
+        """Append up to `most` of these writes, at least one if `most` is more than one."""
+        for _ in range(self.more.randint(most > 1, most)):
+            self.steps.append(Step(self.more.choice(texts).format(**names)))
+
+    def parts(self, text: str, count: int = 2) -> list[str]:
+        """Append the steps that assign `text` to several names and write some of them from one another."""
+        names = [self.name("t") for _ in range(count)]
+        self.steps.append(Step(f"{', '.join(names)} = {text}"))
+        low, high = self.more.sample(names, 2)
+        self.write(PART_WRITES, 3, low=low, high=high)
+        return names
 
     def given(self, stem: str, shape: tuple, values: str, **fields: object) -> str:
         name = self.name(stem)
@@ -113,6 +132,118 @@ class Maker:
         return self.do("a", text, z)
 
 
+# --- Constants of a graph, and parts of one tensor ---------------------------------------------------------
+
+MASKS = (
+    "torch.ones({n}, {n}, dtype=torch.bool)",
+    "torch.zeros({n}, {n}, dtype=torch.bool)",
+    "torch.full(({n}, {n}), True)",
+    "torch.ones({n}, {n}, dtype=torch.bool).tril()",
+    "torch.ones({n}, {n}).triu(1) == 0",
+    "torch.arange({n})[:, None] >= torch.arange({n})",
+    "(torch.arange({n})[:, None] - torch.arange({n})).abs() < 2",
+)
+MASK_WRITES = (
+    "{k}[1:, :4] = False",
+    "{k}[1:, :1] = True",
+    "{k}[:, -1] = False",
+    "{k}[0] = True",
+    "{k}.T[:2] = False",
+    "{k}[torch.tensor([0, -1])] = True",
+    "{k}[{k}.T.clone()] = True",
+    "{k}.fill_diagonal_(True)",
+    "{k}.diagonal().fill_(False)",
+    "{k}.logical_not_()",
+    "{k} |= torch.eye({n}, dtype=torch.bool)",
+    "{k}.logical_or_({k}.T.clone())",
+    "{k}[1:] &= {k}[:1]",
+    "{k}[:, 1:].logical_xor_({k}[:, :1])",
+    "{k}.masked_fill_(torch.arange({n}) > 2, True)",
+    "{k}.view(-1)[::3] = True",
+)
+MASK_READS = (
+    "{k} | {k}.T",
+    "{k} & {k}.mT",
+    "{k} ^ {k}.T",
+    "{k} | ~{k}.T",
+    "~{k}",
+    "{k}[:1] | {k}",
+    "{k}.logical_or({k}.flip(0))",
+    "torch.stack([{k}, {k}.T]).any(0)",
+    "({k}.float() + {k}.float().T) > 0",
+    "{k}.expand(2, -1, -1)[1] & {k}.T",
+)
+BIASES = (
+    "torch.zeros({n}, {n})",
+    "torch.full(({n}, {n}), 0.25)",
+    "torch.ones({n}, {n}).tril()",
+    "-0.1 * (torch.arange({n})[:, None] - torch.arange({n})).abs()",
+    "torch.zeros({n}, {n}).masked_fill_(torch.arange({n})[:, None] < torch.arange({n}), -1e4)",
+)
+BIAS_WRITES = (
+    "{k}[1:, :2] = -1.0",
+    "{k}[:, 0] += 0.5",
+    "{k}[0] = 0.75",
+    "{k}.T[-1].zero_()",
+    "{k}.fill_diagonal_(0.5)",
+    "{k}[torch.tensor([0])] = 2.0",
+    "{k}[{k} > 0.2] = -0.5",
+    "{k}[1:].mul_({k}[:1])",
+    "{k}.add_({k}.T.clone())",
+    "{k}.clamp_(min=0.0)",
+    "{k}.view(-1)[::3] = 1.0",
+)
+BIAS_READS = ("{k} + {k}.T", "{k} - {k}.mT", "{k} * {k}", "{k}.maximum({k}.T)", "{k} + {k}[:1]")
+PART_WRITES = (
+    "{low}[:] = 3.0",
+    "{low}.mul_(0.5)",
+    "{low}.relu_()",
+    "{low}.copy_({high})",
+    "{high}.add_({low})",
+    "{high} = {high}.mul_({low})",
+    "{high}.mul_({low})",
+    "{high} += {low}.detach()",
+    "{high} = {high}.add_({low})",
+    "{high} = {high}.add_({low})",
+    "{high}[..., 1:] = {low}[..., 1:]",
+    "torch.maximum({low}.detach(), {high}.detach(), out={high}.detach())",
+)
+ID_WRITES = ("{k}[:, 0] = 3", "{k}[1:] = {k}[:1]", "{k}.fill_(1)", "{k}[:, 1:].sub_({k}[:, 1:])")
+
+
+def built(m: Maker, n: str, kind: str) -> str:
+    """Append the steps of a constant: a mask [n, n], a bias [n, n], or one of two parts [n] of a tensor."""
+    if kind == "part":
+        halves = [f"torch.ones(2, {n})", f"torch.zeros(3, {n})[1:]", f"torch.full((2, {n}), 0.5)"]
+        halves += [f"torch.zeros(2, {n}).unbind(0)", f"torch.ones(2 * {n}).chunk(2)"]
+        return m.more.choice(m.parts(m.more.choice(halves)))
+    makes, writes, reads = {
+        "keep": (MASKS, MASK_WRITES, MASK_READS),
+        "bias": (BIASES, BIAS_WRITES, BIAS_READS),
+    }[kind]
+    k = m.do(kind, m.more.choice(makes).format(n=n))
+    m.write(writes, 2, k=k, n=n)
+    if m.more.random() < 0.7:
+        other = m.do(kind, m.more.choice(reads).format(k=k), k)
+        m.write(writes, 1, k=m.more.choice([k, other]), n=n)
+        k = other
+    return k
+
+
+def projections(m: Maker, x: str, count: int, out: int | str) -> list[str]:
+    """Append one projection that is split into several."""
+    w = m.weight(count, out, D)
+    whole = m.do(
+        "z", m.more.choice([f"F.linear({x}, {w}.flatten(0, 1))", f"{x} @ {w}.view(-1, {D}).T"])
+    )
+    size = f"{whole}.shape[-1] // {count}"
+    slices = ", ".join(f"{whole}[..., {i} * ({size}) : {i + 1} * ({size})]" for i in range(count))
+    texts = [slices, slices, f"{whole}.chunk({count}, -1)", f"{whole}.split({size}, -1)"]
+    texts += [f"{whole}.unflatten(-1, ({count}, -1)).unbind(-2)"]
+    texts += [", ".join(f"F.linear({x}, {w}[{i}])" for i in range(count))]
+    return m.parts(m.more.choice(texts), count)
+
+
 # --- Blocks of the families: each returns its result -----------------------------------------------------
 
 
@@ -169,29 +300,41 @@ def splade_head(m: Maker, x: str) -> str:
     return m.do("y", kind.format(a))
 
 
+def gathered(m: Maker, a: str) -> str:
+    """Append a decoder of the largest activations, which gathers rows or columns of its weight."""
+    best, ids = m.name("t"), m.name("ids")
+    m.steps.append(Step(f"{best}, {ids} = {a}.topk(3, dim=-1)"))
+    if m.more.random() < 0.3:
+        m.write(ID_WRITES, 1, k=ids)
+    rows, columns = m.weight("H", D), m.weight(D, "H")
+    texts = [
+        f"({best}.unsqueeze(-1) * {rows}[{ids}]).sum(-2)",
+        f"torch.einsum('blk,blkd->bld', {best}, {rows}[{ids}])",
+        f"({best}.unsqueeze(-2) @ F.embedding({ids}, {rows})).squeeze(-2)",
+        f"({columns}[:, {ids}] * {best}).sum(-1).movedim(0, -1)",
+        f"torch.zeros_like({a}).scatter(-1, {ids}, {best}) @ {rows}",
+    ]
+    return m.do("y", m.more.choice(texts))
+
+
 def relu_ffn(m: Maker, x: str) -> str:
     """Append a feed-forward block with sparse activations."""
-    u = m.linear(x, "H")
-    a = (
-        m.rectified(u)
-        if m.r.random() < 0.85
-        else m.do(
-            "a",
-            m.choose(
-                f"{u} * ({u} > 0)",
-                f"{u} * ({u} > 0.3)",
-                f"({u} + {u}.abs()) * 0.5",
-                f"F.relu6({u})",
-            ),
-            u,
-        )
-    )
+    u, *more = projections(m, x, 2, "H") if m.rarely(0.25) else [m.linear(x, "H")]
+    if more and m.more.random() < 0.5:
+        a = m.do("a", f"{u}.relu_()", u)
+        m.write(PART_WRITES, 1, low=more[0], high=a)
+    elif m.r.random() < 0.85:
+        a = m.rectified(u)
+    else:
+        texts = [f"{u} * ({u} > 0)", f"{u} * ({u} > 0.3)", f"({u} + {u}.abs()) * 0.5"]
+        a = m.do("a", m.choose(*texts, f"F.relu6({u})"), u)
     if m.r.random() < 0.25:
         a = m.do("a", m.choose(f"{a}.square()", f"{a} ** 2", f"{a} * {a}"), a)
-    if m.r.random() < 0.35:
-        g = m.linear(x, "H")
-        a = m.do("a", m.choose(f"{a} * {g}", f"{g} * {a}", f"torch.mul({g}, {a})"), a)
-    y = m.linear(a, D, "H")
+    if m.r.random() < 0.35 or more:
+        g = more[0] if more else m.linear(x, "H")
+        texts = [f"{a} * {g}", f"{g} * {a}", f"torch.mul({g}, {a})"]
+        a = m.do("a", m.choose(*texts, *[f"{a}.mul_({g})"] * 2 * len(more)), a)
+    y = gathered(m, a) if m.rarely(0.25) else m.linear(a, D, "H")
     if m.r.random() < 0.3:
         y = m.do("y", f"{x} + {y}", y)
     return y
@@ -235,14 +378,27 @@ def entmax_attention(m: Maker, x: str) -> str:
         t = m.linear(of, D)
         return m.do("t", f"{t}.unflatten(-1, (2, -1)).transpose(1, 2)") if heads else t
 
-    q, k, v = projected(x), projected(source), projected(source)
+    if not heads and source == x and m.rarely(0.3):
+        q, k, v = projections(m, x, 3, D)
+    else:
+        q, k, v = projected(x), projected(source), projected(source)
     scale = m.choose("", "* 0.5", "/ 2.0", "/ 8**0.5", f"* {q}.shape[-1] ** -0.5")
     s = m.do(
         "s",
         f"{m.choose(f'{q} @ {k}.mT', f'{q} @ {k}.transpose(-2, -1)', f'torch.matmul({q}, {k}.mT)')} {scale}",
     )
     kind = m.r.random()
-    if kind < 0.3:
+    if m.rarely(0.5):
+        n = f"{s}.shape[-1]"
+        what = m.more.choice(["keep", "keep", "keep", "bias", "part"])
+        k = built(m, n, what)
+        texts = [f"{s}.masked_fill(~{k}, -1e4)", f"torch.where({k}, {s}, -1e4)"]
+        texts += [
+            f"{s}.masked_fill_({k}.logical_not(), -3e4)",
+            f"{s} + (~{k}).to({s}.dtype) * -1e4",
+        ]
+        s = m.do("s", m.more.choice(texts) if what == "keep" else f"{s} + {k}.to({s}.dtype)", s)
+    elif kind < 0.3:
         mask = m.mask()
         at = f"{mask}[:, None, None]" if heads else f"{mask}[:, None]"
         s = m.do(
@@ -275,8 +431,15 @@ def sparse_scores(m: Maker, x: str) -> str:
     )
     width = m.r.choice([m.floats] * 6 + [torch.float32, torch.float16, torch.bfloat16])
     kind = m.r.random()
+    if m.rarely(0.3):  # the table's columns are gathered or cut
+        order = f"torch.arange({q}.shape[1]).flip(0)"
+        texts = [f"{q}[:, {order}]", f"{q}.index_select(1, {order})", f"{q}[:, :4]", f"{q}[:, 1:]"]
+        q = m.do("q", m.more.choice(texts), q)
     if kind < 0.7:
         ids = m.given("ids", ("N", T), "ids:4", dtype=torch.int64)
+        if m.rarely(0.3):
+            ids = m.do("ids", f"{ids}.clone()", ids)
+            m.write(ID_WRITES, 2, k=ids)
         w = m.given("w", ("N", T), m.r.choice(["sparse", "normal"]), dtype=width)
         f = m.choose("", "", "", "", ".sqrt()", ".relu()", ".log1p()", " * 2.0")
         texts = [f"({q}[:, {ids}]{f} * {w}).sum(-1)", f"({w} * {q}[:, {ids}]{f}).sum(dim=2)"] * 3
@@ -479,22 +642,44 @@ HAZARDS = {
 }  # fmt: skip
 
 
+MORE = {"built": 5, "parts": 5, "second family": 2}  # beside those
+SECOND = (
+    "{v}.relu().amax(1)",
+    "F.relu({v}).log1p().amax(1)",
+    "sparsemax({v}, dim=-1)",
+    "entmax15({v}, dim=-1)",
+    "sparsemax({v} @ {v}.mT, dim=-1) @ {v}",
+    "F.linear(F.relu({v}), torch.full((3, {v}.shape[-1]), 0.5, dtype={v}.dtype))",
+)
+USES = (
+    "{v} + {k}",
+    "{v} + {k}",
+    "{v} * {k}",
+    "{v}.masked_fill({k} > 0.2, -1e4)",
+    "{v}.add_({k})",
+    "{k} + {v}",
+)
+
+
 def _is_float(name: str) -> bool:
     return not name.startswith(NO_FLOATS)
 
 
-def _position(m: Maker) -> tuple[int, str]:
-    """Draw a position among the steps and a tensor that exists there, preferably a recent one."""
+def _position(m: Maker, axes: int = 0) -> tuple[int, str]:
+    """Draw a position among the steps and a tensor that exists there, preferably a recent one.
+
+    axes: how many an input has at least.
+    """
     at = m.r.randint(0, len(m.steps))
     made = [n for s in m.steps[:at] for n in s.stores if _is_float(n)]
-    given = [n for n in m.inputs if _is_float(n)]
+    given = [n for n, i in m.inputs.items() if _is_float(n) and len(i.shape) >= axes]
     names = made[-4:] * 2 + given if made else given
     return at, m.r.choice(names)
 
 
 def disturb(m: Maker, kind: str) -> None:
     """Insert a hazard of this kind."""
-    at, v = _position(m)
+    at, v = _position(m, axes=2 * (kind in MORE))
     if kind in ("write", "late write"):
         if kind == "late write":  # possibly between two reads
             at = m.r.randint(at, len(m.steps))
@@ -526,6 +711,16 @@ def disturb(m: Maker, kind: str) -> None:
         for i in range(first, min(len(m.steps), first + m.r.randint(2, 6))):
             if m.steps[i].part is None:
                 m.steps[i] = dataclasses.replace(m.steps[i], part=part, hazard=kind)
+    elif kind == "second family":
+        name = m.name("y")
+        at = m.r.choice([at, len(m.steps)])
+        m.steps.insert(at, Step(f"{name} = {m.r.choice(SECOND).format(v=v)}", v, hazard=kind))
+        m.returns.append(name)
+    elif kind in ("built", "parts"):
+        later, m.steps = m.steps[at:], m.steps[:at]
+        (_build if kind == "built" else _part)(m, v, later)
+        added = [s if s in m.steps[:at] else dataclasses.replace(s, hazard=kind) for s in m.steps]
+        m.steps = added + later
     elif kind == "shared":
         _share(m)
     elif kind == "again":
@@ -544,6 +739,36 @@ def disturb(m: Maker, kind: str) -> None:
         )
     else:
         _change(m, kind, at, v)
+
+
+def _build(m: Maker, v: str, later: list[Step]) -> None:
+    """Add a constant to `v`, or the like, in all later reads."""
+    what = m.more.choice(["keep", "bias", "part", "part"])
+    size = f"{v}.shape[-1]" if what == "part" else f"max({v}.shape[-2:])"
+    k = built(m, m.do("size", size), what)
+    k += "" if what == "part" else f"[: {v}.shape[-2], : {v}.shape[-1]]"
+    use = m.more.choice(USES).format(
+        v=v, k=f"{k}.to({v}.dtype)" if m.floats != torch.float32 else k
+    )
+    name = m.do(v.rstrip("0123456789"), use, v)
+    later[:] = [s.renamed(v, name) for s in later]
+
+
+def _part(m: Maker, v: str, later: list[Step]) -> None:
+    """Write to parts of `v`, or of its copy, from one another."""
+    if m.more.random() < 0.5:
+        name = m.do(v.rstrip("0123456789"), f"{v}.clone()", v)
+        later[:] = [s.renamed(v, name) for s in later]
+        v = name
+    of = m.more.choice([v, v, f"{v}.detach()"])
+    half, first = f"{v}.shape[-1] // 2", f"{v}.shape[0] // 2"
+    texts = [f"{of}[..., :{half}], {of}[..., -({half}):]", f"{of}[:{first}], {of}[-{first}:]"] * 2
+    texts += [f"{of}[..., 0], {of}[..., -1]", f"{of}[..., ::2][..., :{half}], {of}[..., 1::2]"]
+    texts += [f"{of}.chunk(2, -1)", f"{of}.unbind(-1)[:2]", f"{of}[:, :1], {of}[:, 1:2]"]
+    parts = m.parts(m.more.choice(texts))
+    if m.more.random() < 0.3:
+        m.returns.append(m.do("r", f"{m.more.choice(parts)} * 2.0"))
+        m.write(PART_WRITES, 2, low=parts[0], high=parts[1])
 
 
 def _share(m: Maker) -> None:
@@ -596,16 +821,19 @@ def generate(
     hazards: Sequence[str] | None = None,
     values: str | None = None,
     floats: torch.dtype | None = None,
+    more: float = 0.4,
 ) -> Program:
     """Return the program of a seed.
 
     families: the blocks that it may have. hazards: the kinds to insert, by default up to three at random. values: the
-    kind of its inputs' values. floats: their dtype.
+    kind of its inputs' values. floats: their dtype. more: the share of programs that may build constants, write to
+    parts of tensors and gather decoders, if the hazards are random.
     """
     m = Maker(seed)
     m.values, m.floats = values or m.values, floats or m.floats
     m.weights = "integers" if values == "integers" else m.weights
     r = m.r
+    m.often = 1.0 if hazards is None and m.more.random() < more else 0.0
     # A few programs are models of several layers.
     chosen = [r.choice(list(families)) for _ in range(r.choices([1, 2, 3, 6], [28, 48, 20, 4])[0])]
     ordinary = r.choices([0.0, 0.5], [4, 1])[0]
@@ -623,6 +851,10 @@ def generate(
         hazards += ["again"] * (seed % 12 == 7)  # by the seed, so that no other draw changes
     for kind in hazards:
         disturb(m, kind)
+    m.r = m.more
+    for kind in m.more.choices(list(MORE), list(MORE.values()), k=m.more.randint(0, 2)):
+        if m.often:
+            disturb(m, kind)
     if any(s.part for s in m.steps):
         # Dynamo (2.11 to 2.14) ignores `__torch_function__` of the arguments of a region.
         m.steps = [s.renamed("Doubling", "Tagged") if "Doubling" in s.loads else s for s in m.steps]

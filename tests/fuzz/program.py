@@ -27,6 +27,7 @@ _DOCUMENTED = {
     re.compile(
         r"\b(\w+) \+ \1\.abs\(\)"
     ): r"2.0 * torch.maximum(\1, torch.zeros((), dtype=\1.dtype))",
+    re.compile(r"\((\w+) > 0\)\."): r"((\1 > 0) | \1.isnan()).",
     re.compile(r"\bentmax_bisect\((?=\w+, alpha)"): "softmax_at_one(",
     re.compile(r"\bentmax_bisect\((\w+), 2\.0"): r"sparsemax(\1",
 }
@@ -109,8 +110,8 @@ class Program:
     def documented(self) -> Program:
         """Return the program with the documented deviations of a rewrite.
 
-        x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), a tensor alpha of 1 gives softmax, and for an alpha of 2
-        values that are not finite get the gradient of sparsemax.
+        x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), NaNs count, a tensor alpha of 1 gives softmax, and for an
+        alpha of 2 values that are not finite get the gradient of sparsemax.
         """
         steps = self.steps
         for spelled, meant in _DOCUMENTED.items():
