@@ -680,6 +680,9 @@ def _position(m: Maker, axes: int = 0) -> tuple[int, str]:
 def disturb(m: Maker, kind: str) -> None:
     """Insert a hazard of this kind."""
     at, v = _position(m, axes=2 * (kind in MORE))
+    if kind == "built" and m.r.random() < 0.7:  # right after a projection, where blocks have biases
+        made = [(i, n) for i, s in enumerate(m.steps, 1) for n in s.stores if n.startswith("z")]
+        at, v = m.r.choice(made or [(at, v)])
     if kind in ("write", "late write"):
         if kind == "late write":  # possibly between two reads
             at = m.r.randint(at, len(m.steps))
