@@ -50,7 +50,7 @@ class GatheredMatch:
 
     gather: the node that computes weight[indices], or the anchor itself if that is an embedding_bag. ones: the axes of
     size 1 that the values have in addition to those of the indices, and that the anchor has in addition to [..., D].
-    columns: whether columns of the weight are gathered, weight[:, indices]. first: whether D comes first in the anchor,
+    dim: the axis of the weight that is looked up, 1 for weight[:, indices]. first: whether D comes first in the anchor,
     as it does in these columns. settled: the nodes from the weight to the rows, if they pass on no gradient to it.
     """
 
@@ -62,7 +62,7 @@ class GatheredMatch:
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     ones: tuple[Sequence[int], Sequence[int]] = ((), ())
-    columns: bool = False
+    dim: int = 0
     first: bool = False
     settled: tuple[fx.Node, ...] = ()
     pattern, op = NAME, OP
@@ -84,7 +84,7 @@ class GatheredMatch:
         y, values, weight = fake(self.anchor), self.values, self.weight
         if self.settled:
             weight = e.method("detach", weight)
-        if self.columns:
+        if self.dim == 1:
             weight = e.permuted(weight, (1, 0))
         for axis in reversed(self.ones[0]):
             values = e.method("squeeze", values, axis)
@@ -120,10 +120,9 @@ class GatheredDecode(Recogniser):
             gather, path = _gathered(view, rows.node)
             top = None if gather is None else topk_of(view, gather.index, gather.node)
             if gather is not None and top is not None:
-                columns, axes = gather.dim == 1, [*rows.axes]
-                if columns:
-                    axes.append(axes.pop(0))
-                first = columns and [*product.axes[:1]] == axes[-1:]
+                dim, axes = gather.dim, [*rows.axes]
+                axes = axes[dim:] + axes[:dim]
+                first = dim == 1 and [*product.axes[:1]] == axes[-1:]
                 ones = _added_axes(view, product, axes, values, first)
                 if ones is None:
                     continue
@@ -140,8 +139,8 @@ class GatheredDecode(Recogniser):
                     raise NoMatch(gather.gradient, gather.node)
                 parts = (values.node, gather.index, gather.source, (*path, *product.nodes))
                 match = GatheredMatch(
-                    node, gather.node, *parts, ones=ones, columns=columns, first=first, settled=settled
-                )  # fmt: skip
+                    node, gather.node, *parts, ones=ones, dim=dim, first=first, settled=settled
+                )
                 return _checked(view, match, top)
         return None
 
@@ -163,8 +162,8 @@ class GatheredDecode(Recogniser):
 
     def worth(self, match: GatheredMatch, view: GraphView) -> Worth:
         table, entries = fake(match.weight), expected_elements(fake(match.indices).shape)
-        rows, width = reversed(table.shape) if match.columns else table.shape
-        lies = table.stride(int(not match.columns)), table.stride(int(match.columns))
+        rows, width = table.shape[match.dim], table.shape[1 - match.dim]
+        strides = table.stride(match.dim), table.stride(1 - match.dim)
         return look_up(
             NAME,
             table.device,
@@ -173,7 +172,7 @@ class GatheredDecode(Recogniser):
             bits=8 * fake(match.anchor).dtype.itemsize,
             training=view.needs_grad(match.anchor),
             bag=match.gather is match.anchor,
-            copied=not all(map(same_size, lies, (1, width))),
+            copied=not same_sizes(strides, (width, 1)),
             repeats=entries // max(1, expected(rows)),
         )
 
@@ -191,8 +190,8 @@ def _checked(view: GraphView, found: GatheredMatch, top: fx.Node) -> GatheredMat
     if len(view.shape(weight)) != 2:
         return None
     chosen = view.call(top)["input"]
-    if not same_size(view.shape(weight)[int(found.columns)], view.shape(chosen)[-1]):
-        what = "column" if found.columns else "row"
+    if not same_size(view.shape(weight)[found.dim], view.shape(chosen)[-1]):
+        what = "column" if found.dim == 1 else "row"
         raise NoMatch(f"the weight has not one {what} for each column that topk chose from", gather)
     inside = {gather, *found.matched_nodes}
     check_followed(view, inside - {*found.settled}, anchor)
@@ -219,11 +218,9 @@ def _gathered(view: GraphView, rows: fx.Node) -> tuple[Gather | None, tuple[fx.N
         if found is None or (flattened := view.call(found.index)).name not in REGROUPS:
             return None, ()
         indices = flattened["input"]
-        before, after = (
-            view.shape(found.source)[part]
-            for part in (slice(found.dim), slice(found.dim + 1, None))
-        )
-        if not same_sizes(view.shape(rows), (*before, *view.shape(indices), *after)):
+        sizes = [*view.shape(found.source)]
+        sizes[found.dim : found.dim + 1] = view.shape(indices)
+        if not same_sizes(view.shape(rows), sizes):
             return None, ()
         found = dataclasses.replace(found, index=indices)
     if found is None:

@@ -306,11 +306,11 @@ def mixed(
 def _computed(view: GraphView, node: Any, reader: fx.Node) -> torch.Tensor | None:
     """The value of a constant tensor that `reader` reads, if it is small enough to compute here."""
     seen = view.value(node, reader) if view.is_tensor(node) else None
-    return None if seen is None else _run(view, seen)
+    return None if seen is None else _evaluated(view, seen)
 
 
 @remembered
-def _run(view: GraphView, node: fx.Node) -> torch.Tensor | None:
+def _evaluated(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     shape = view.shape(node)
     if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
         return None
